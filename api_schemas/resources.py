@@ -1,0 +1,167 @@
+"""Sessions, chunks and models as they travel over HTTP."""
+
+from datetime import datetime
+from typing import Annotated, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from longtake.api_schemas.camera import Camera, Convention, Intrinsics, Pose
+
+MAX_SEED = 2**63 - 1
+
+CHUNK_FRAMES = 24
+"""Video frames a chunk: chunk k holds frames 24k+1 … 24k+24, frame 0 is the uploaded image."""
+
+LATENT_FRAMES = 3
+"""Latent frames a chunk."""
+
+
+class ChunkShape(BaseModel):
+    """What one chunk of a model holds."""
+
+    frames: int = Field(description="Video frames a chunk.", examples=[24])
+    latent_frames: int = Field(
+        description="Latent frames a chunk; chunk 0 also holds that of the first frame.", examples=[3]
+    )
+    fps: int = Field(examples=[16])
+    width: int = Field(description="Pixels.", examples=[320])
+    height: int = Field(description="Pixels.", examples=[192])
+
+
+class Model(BaseModel):
+    """A model that this server runs."""
+
+    id: str
+    description: str
+    chunk: ChunkShape
+    weights: str = Field(description="Fingerprint of checkpoint and configuration.")
+    numerics: str = Field(description="Fingerprint of device, libraries and threads: equal ones give equal bits.")
+
+
+class ModelList(BaseModel):
+    """All models of this server."""
+
+    data: list[Model]
+
+
+class CreateSession(BaseModel):
+    """A new take: a first frame, a prompt and how the camera stands."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    image: str = Field(
+        description="First frame as a data URL (PNG, JPEG or WebP), base64.", examples=["data:image/png;base64,…"]
+    )
+    prompt: str = Field("", max_length=4000)
+    model: str | None = Field(None, description="Id from `/v1/models`; the server's only one when left out.")
+    seed: int | None = Field(None, ge=0, le=MAX_SEED, description="Drawn by the server when left out.")
+    intrinsics: Intrinsics | None = Field(None, description="fx, fy, cx, cy; a 60° wide centred camera when left out.")
+    intrinsics_size: tuple[Annotated[int, Field(gt=0, le=65536)], Annotated[int, Field(gt=0, le=65536)]] | None = Field(
+        None, description="[width, height] that `intrinsics` belong to, when not those of the image."
+    )
+    first_pose: Pose | None = Field(
+        None, description="Camera-to-world matrix of the first frame; identity when left out."
+    )
+    convention: Convention = Field("opencv", description="Camera axes of `first_pose`.")
+
+    @model_validator(mode="after")
+    def _size_needs_intrinsics(self) -> Self:
+        if self.intrinsics_size is not None and self.intrinsics is None:
+            raise ValueError("intrinsics_size needs intrinsics")
+        return self
+
+
+class Session(BaseModel):
+    """A take: where it stands and how to go on."""
+
+    id: str
+    model: str
+    prompt: str
+    seed: int
+    created_at: datetime
+    expires_at: datetime | None = Field(description="Null: never.")
+    first_pose: Pose = Field(
+        description="Camera-to-world matrix of frame 0, OpenCV axes: the world that poses are given in."
+    )
+    revision: int = Field(description="Raised by every rewind.")
+    parent: str | None = Field(description="The session that this one was forked from.")
+    next_chunk: int = Field(description="Index that the next chunk will have.")
+    next_frame: int = Field(description="Number of the video frame that the next pose belongs to.")
+    pending_poses: int = Field(description="Poses that wait for a whole chunk.")
+    chunk: ChunkShape
+    links: dict[str, str]
+    warnings: list[str]
+
+
+class SessionList(BaseModel):
+    """Sessions, newest first."""
+
+    data: list[Session]
+    next: str | None = Field(description="Value of `after` for the next page; null on the last one.")
+
+
+class PostChunks(BaseModel):
+    """Go on with a session: camera of the new frames."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    camera: Camera | None = Field(None, description="May be left out when `pad` fills the pending poses.")
+    pad: bool = Field(False, description="Hold the last pose until the last chunk is whole.")
+    expected_chunk: int | None = Field(
+        None, ge=0, description="409 `chunk_conflict` unless this is the session's `next_chunk`."
+    )
+    expected_frame: int | None = Field(
+        None, ge=1, description="409 `chunk_conflict` unless this is the session's `next_frame`."
+    )
+
+    @model_validator(mode="after")
+    def _something_to_do(self) -> Self:
+        if self.camera is None and not self.pad:
+            raise ValueError("give a camera, or pad to fill the pending poses")
+        return self
+
+
+class Chunk(BaseModel):
+    """24 video frames of a session, committed."""
+
+    index: int
+    kind: str = Field(description="`generate`: made by the model.")
+    frame_start: int = Field(description="Number of the first video frame; frame 0 is the uploaded image.")
+    frame_count: int
+    frames_digest: str = Field(description="SHA-256 of the raw RGB frames in order.")
+    state_digest: str = Field(description="Hash of every state tensor after this chunk.")
+    timings_ms: dict[str, float]
+    links: dict[str, str]
+    warnings: list[str]
+
+
+class ChunkList(BaseModel):
+    """Chunks in order."""
+
+    data: list[Chunk]
+    next: int | None = Field(description="Value of `after` for the next page; null on the last one.")
+
+
+class Advanced(BaseModel):
+    """What a request added to its session: the chunks that became whole, and where the session stands now."""
+
+    data: list[Chunk]
+    pending_poses: int
+    next_chunk: int
+    next_frame: int
+
+
+class Health(BaseModel):
+    """The process answers."""
+
+    status: str = "ok"
+
+
+class Readiness(BaseModel):
+    """Whether sessions can be served now."""
+
+    ready: bool
+    model: str
+    store: str = Field(description="What keeps the sessions, with its version.")
+    durability: str = Field(description="strict: survives a crash of the store; relaxed: may lose a second; none.")
+    detail: str | None = None

@@ -1,0 +1,1 @@
+"""The longtake server: world models over HTTP, with sessions that outlive it."""

@@ -1,0 +1,166 @@
+"""The command line: `longtake demo`, `serve`, `generate`, `sessions`."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import httpx
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from longtake.api_schemas.problems import ProblemError
+from longtake.server.client import Client, ServerProblem
+from longtake.server.private import ServerDiedError, private_server
+from longtake.server.settings import Settings
+
+app = typer.Typer(
+    help="Serve world models whose takes never have to end.", no_args_is_help=True, pretty_exceptions_enable=False
+)
+sessions_app = typer.Typer(help="Look at sessions and drop them.", no_args_is_help=True)
+app.add_typer(sessions_app, name="sessions")
+console = Console()
+
+ServerOption = Annotated[
+    str | None, typer.Option("--server", help="URL of a running server; without it a private one is started.")
+]
+DataDirOption = Annotated[Path | None, typer.Option(help="Where the embedded store keeps its files.")]
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the video and the store.")] = Path(
+        "longtake-demo"
+    ),
+) -> None:
+    """Start a take, kill the server, start it again, go on: the same frames, bit for bit."""
+    from longtake.server.demo import run_demo
+
+    with _friendly():
+        run_demo(out, console)
+
+
+@app.command()
+def serve(
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port; 0 takes a free one.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model to serve.")] = None,
+    state_url: Annotated[
+        str | None, typer.Option(help="redis://, rediss:// or unix:// URL of the session store.")
+    ] = None,
+    data_dir: DataDirOption = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+    while_stdin_open: Annotated[bool, typer.Option("--while-stdin-open", hidden=True)] = False,
+) -> None:
+    """Serve sessions over HTTP."""
+    from longtake.server.serve import serve as run_server
+
+    given = {
+        "host": host,
+        "port": port,
+        "model": model,
+        "state_url": state_url,
+        "data_dir": data_dir,
+        "log_level": log_level,
+    }
+    with _friendly():
+        settings = Settings.model_validate(
+            Settings().model_dump() | {name: value for name, value in given.items() if value is not None}
+        )
+        run_server(settings, while_stdin_open=while_stdin_open)
+
+
+@app.command()
+def generate(
+    image: Annotated[Path | None, typer.Argument(help="First frame: PNG, JPEG or WebP. Not with --session.")] = None,
+    trajectory: Annotated[
+        Path | None, typer.Option(help=".npy of camera-to-world matrices [F,4,4], OpenCV axes.")
+    ] = None,
+    actions: Annotated[str | None, typer.Option(help="Keys and frames, such as w-48,dw-24.")] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="MP4 to write.")] = Path("out.mp4"),
+    session: Annotated[str | None, typer.Option(help="Go on with this session instead of beginning one.")] = None,
+    frames: Annotated[int | None, typer.Option(min=1, help="New frames; all of the camera when left out.")] = None,
+    prompt: Annotated[str, typer.Option(help="What the scene is.")] = "",
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of the noise.")] = None,
+    intrinsics: Annotated[
+        str | None, typer.Option(help="fx,fy,cx,cy or a .npy of [4] or [F,4], pixels of the image.")
+    ] = None,
+    intrinsics_size: Annotated[str | None, typer.Option(help="WxH that the intrinsics belong to.")] = None,
+    pad: Annotated[bool, typer.Option("--pad", help="Hold the last pose until the last chunk is whole.")] = False,
+    server: ServerOption = None,
+    data_dir: DataDirOption = None,
+) -> None:
+    """Walk through an image along a path, and write the video."""
+    from longtake.server.generate import Walk, run_walk
+
+    with _friendly():
+        walk = Walk(image, session, trajectory, actions, frames, prompt, seed, intrinsics, intrinsics_size, pad, output)
+        with _client(server, data_dir) as client:
+            run_walk(client, walk, console)
+
+
+@sessions_app.command("ls")
+def list_sessions(server: ServerOption = None, data_dir: DataDirOption = None) -> None:
+    """List sessions, newest first."""
+    with _friendly(), _client(server, data_dir) as client:
+        table = Table("session", "model", "created", "chunks", "pending", "prompt", box=None)
+        for found in client.sessions():
+            created = f"{found.created_at:%Y-%m-%d %H:%M:%S}"
+            table.add_row(
+                found.id, found.model, created, str(found.next_chunk), str(found.pending_poses), found.prompt[:40]
+            )
+        console.print(table, soft_wrap=True)
+
+
+@sessions_app.command("show")
+def show_session(session: str, server: ServerOption = None, data_dir: DataDirOption = None) -> None:
+    """Show where a session stands."""
+    with _friendly(), _client(server, data_dir) as client:
+        console.print_json(client.session(session).model_dump_json())
+
+
+@sessions_app.command("rm")
+def remove_sessions(
+    sessions: Annotated[list[str], typer.Argument(help="Ids of sessions.")],
+    server: ServerOption = None,
+    data_dir: DataDirOption = None,
+) -> None:
+    """Drop sessions with everything they hold."""
+    with _friendly(), _client(server, data_dir) as client:
+        for session in sessions:
+            client.delete(session)
+            console.print(f"dropped {session}")
+
+
+@contextmanager
+def _client(server: str | None, data_dir: Path | None) -> Iterator[Client]:
+    if server is not None:
+        with Client(server) as client:
+            yield client
+        return
+    with (
+        console.status("starting a server") as status,
+        private_server(data_dir or Settings().data_dir) as private,
+        Client(private.url) as client,
+    ):
+        status.stop()
+        yield client
+
+
+@contextmanager
+def _friendly() -> Iterator[None]:
+    """Expected failures end the command with one line instead of a traceback."""
+    from longtake.server.demo import DemoFailedError
+    from longtake.server.engine.start import START_ERRORS
+
+    try:
+        yield
+    except (ServerProblem, ProblemError, ServerDiedError, DemoFailedError, OSError, httpx.HTTPError, *START_ERRORS) as error:
+        console.print(f"[red]error:[/] {error}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from error
+
+
+def main() -> None:
+    """Entry point."""
+    app()

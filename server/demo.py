@@ -1,0 +1,97 @@
+"""`longtake demo`: begin a take, kill the server, start it again, go on, and compare with a take that was never cut."""
+
+import shutil
+import sys
+from collections.abc import Sequence
+from importlib.resources import as_file, files
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from longtake.api_schemas.camera import Camera
+from longtake.api_schemas.resources import Chunk, CreateSession, PostChunks
+from longtake.server.camera.trajectory import continue_from, load_trajectory
+from longtake.server.client import Client, image_url
+from longtake.server.private import PrivateServer, start_private_server
+
+ACTIONS = "w-24,wd-24"
+PROMPT = "a courtyard with columns at dusk"
+SEED = 7
+
+
+class DemoFailedError(RuntimeError):
+    """The resumed take is not the uninterrupted one."""
+
+
+def run_demo(out: Path, console: Console) -> None:
+    """Run the whole demo into folder `out`, which keeps the video and the store.
+
+    Raises `DemoFailedError` when the resumed take differs.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    data = out / "data"
+    with as_file(files("longtake.server") / "assets") as assets:
+        first = CreateSession(image=image_url(assets / "courtyard.png"), prompt=PROMPT, seed=SEED)
+        path = load_trajectory(assets / "courtyard_path.npy")
+    walk = PostChunks(camera=Camera.model_validate({"actions": ACTIONS}))
+    turn = PostChunks(camera=Camera.model_validate({"poses": continue_from(path, np.eye(4), 49, 24).tolist()}))
+
+    server = _start(data, console)
+    with Client(server.url) as client:
+        session = client.create(first)
+        console.print(f"session {session.id}", soft_wrap=True)
+        taken = client.advance(session.id, walk).data
+    _show(taken, console)
+    server.kill()
+    console.print("killed the server (SIGKILL)")
+
+    server = _start(data, console)
+    try:
+        with Client(server.url) as client:
+            taken += client.advance(session.id, turn).data
+            _show(taken[-1:], console)
+            twin = client.create(first)
+            uncut = client.advance(twin.id, walk).data + client.advance(twin.id, turn).data
+            video = out / "take.mp4"
+            client.save_video(session.id, video)
+            client.delete(twin.id)
+    finally:
+        server.stop()
+    _compare(taken, uncut)
+    console.print("[green]same digests[/]: the take went on as if nothing had happened")
+    console.print(f"video: {video}", soft_wrap=True)
+    _next_steps(data, session.id, console)
+
+
+def _start(data: Path, console: Console) -> PrivateServer:
+    with console.status("starting a server"):
+        server = start_private_server(data)
+    console.print(f"a server of our own at {server.url}")
+    return server
+
+
+def _show(chunks: Sequence[Chunk], console: Console) -> None:
+    for chunk in chunks:
+        frames = f"frames {chunk.frame_start}-{chunk.frame_start + chunk.frame_count - 1}"
+        console.print(f"chunk {chunk.index}: {frames}, {chunk.frames_digest[:23]}…", highlight=False)
+
+
+def _compare(taken: Sequence[Chunk], uncut: Sequence[Chunk]) -> None:
+    digests = [[(chunk.index, chunk.frames_digest, chunk.state_digest) for chunk in take] for take in (taken, uncut)]
+    if digests[0] != digests[1] or len(taken) != 3:
+        raise DemoFailedError("the resumed take differs from the uninterrupted one")
+
+
+def _next_steps(data: Path, session_id: str, console: Console) -> None:
+    command = sys.argv[0] if shutil.which(sys.argv[0]) else "longtake"
+    url = "http://127.0.0.1:8000"
+    body = '{"camera": {"actions": "w-24"}}'
+    console.print("\ngo on with it:", highlight=False)
+    for line in (
+        f"  {command} serve --data-dir {data}",
+        f"  curl {url}/v1/sessions/{session_id}",
+        f"  curl {url}/v1/sessions/{session_id}/chunks -H 'content-type: application/json' -d '{body}'",
+        f"  curl {url}/v1/sessions/{session_id}/video -o take.mp4",
+    ):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,1 @@
+"""The engine: sessions advance chunk by chunk, and every chunk is committed before it is answered."""

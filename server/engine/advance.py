@@ -1,0 +1,245 @@
+"""Carry one request through: plan its chunks, compute each, and commit them in order while the next one computes."""
+
+import asyncio
+import logging
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from longtake.api_schemas.problems import ProblemError
+from longtake.api_schemas.resources import Advanced, PostChunks
+from longtake.server.engine.keys import RunningKeys, request_fingerprint
+from longtake.server.engine.plan import Plan, SessionCamera, next_frame, pending_count, plan_request
+from longtake.server.engine.publish import Making, Position, Published, publish
+from longtake.server.engine.restore import restore
+from longtake.server.engine.sessions import HotSessions, Live
+from longtake.server.engine.store_calls import StoreCalls
+from longtake.server.engine.views import advanced_view
+from longtake.server.engine.workers import Workers
+from longtake.server.model.world import ChunkCamera, ChunkOutput, Conditions, State, WorldModel
+from longtake.state_cache import ChunkRecord, Commit, Fence, Fingerprint, Head, RequestRecord, SessionRecord
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The answer to a request; `commit_ms` is what this attempt spent in commits."""
+
+    answer: Advanced
+    replayed: bool = False
+    commit_ms: float = 0.0
+
+
+@dataclass(frozen=True)
+class Task:
+    """One request against one session as it stands, with what earlier attempts at the request have done."""
+
+    session: SessionRecord
+    head: Head
+    camera: SessionCamera
+    plan: Plan
+    key: str | None
+    fingerprint: str
+    progress: RequestRecord | None
+
+    @property
+    def done(self) -> bool:
+        """Whether an earlier attempt carried the whole request through."""
+        return self.progress is not None and self.progress.done
+
+    @property
+    def first_chunk(self) -> int:
+        """Index of the request's first chunk."""
+        return self.head.chunk + 1 if self.progress is None else self.progress.first_chunk
+
+    def request_record(self, chunk: int, frames_used: int, *, done: bool) -> RequestRecord | None:
+        """Progress once `chunk` is the last committed one; nothing without a key."""
+        if self.key is None:
+            return None
+        return RequestRecord(
+            fingerprint=self.fingerprint,
+            first_chunk=self.first_chunk,
+            chunks=chunk + 1 - self.first_chunk,
+            frames_used=frames_used,
+            done=done,
+            revision=self.head.revision,
+            pending_poses=pending_count(self.plan.cursor) if done else 0,
+        )
+
+
+class Advancer:
+    """Advances sessions, one request at a time each."""
+
+    def __init__(
+        self, model: WorldModel, store: StoreCalls, workers: Workers, hot: HotSessions, keep_snapshots: int
+    ) -> None:
+        self._model = model
+        self._calls = store
+        self._store = store.store
+        self._workers = workers
+        self._hot = hot
+        self._keep_snapshots = keep_snapshots
+        self._fingerprint = Fingerprint(model.weights_fingerprint, model.numerics_fingerprint)
+        self._keys = RunningKeys()
+
+    async def advance(self, session_id: str, request: PostChunks, key: str | None) -> Outcome:
+        """Generate and commit every chunk that the request makes whole.
+
+        Raises `ProblemError`. Chunks committed before a failure stay; the problem then says how many (`committed`).
+        """
+        with self._keys.claim(session_id, key), self._workers.admitted():
+            async with self._hot.exclusive(session_id):
+                return await self._advance(session_id, request, key)
+
+    async def _advance(self, session_id: str, request: PostChunks, key: str | None) -> Outcome:
+        task, fence = await self._task(session_id, request, key)
+        live = self._hot.get(session_id)
+        if not task.done and (live is None or not live.stands_at(fence, task.head)):
+            mine = await self._calls.call(self._store.open, session_id)
+            task, _ = await self._task(session_id, request, key)
+            live = None if task.done else await self._restore(task, mine)
+        if task.done or live is None:
+            return await self._replay(task)
+        try:
+            return await self._run(task, live)
+        except BaseException:
+            self._hot.drop(session_id)
+            raise
+
+    async def _task(self, session_id: str, request: PostChunks, key: str | None) -> tuple[Task, Fence | None]:
+        """Read where the session stands and plan the request from there; refuses without having changed anything."""
+        session, head, fence = await self._calls.call(self._store.read, session_id)
+        progress = None if key is None else await self._calls.call(self._store.request, session_id, key)
+        fingerprint = request_fingerprint(request)
+        if progress is not None and progress.fingerprint != fingerprint:
+            raise ProblemError("idempotency_key_reused", "this key was used with another request", "Idempotency-Key")
+        _check_position(request, head, progress)
+        camera = SessionCamera.of(session, self._model.spec)
+        used = 0 if progress is None else progress.frames_used
+        plan = (
+            Plan([], head.cursor, used)
+            if progress is not None and progress.done
+            else plan_request(request, head.cursor, camera, used)
+        )
+        return Task(session, head, camera, plan, key, fingerprint, progress), fence
+
+    async def _restore(self, task: Task, fence: Fence) -> Live:
+        conditions, state = await self._calls.call(restore, self._store, self._model, task.session, task.head)
+        return Live(fence, task.head.revision, task.head.chunk, conditions, state)
+
+    async def _replay(self, task: Task) -> Outcome:
+        assert task.progress is not None
+        records = await self._earlier(task)
+        next_chunk = task.first_chunk + task.progress.chunks
+        return Outcome(advanced_view(task.session.id, records, next_chunk, task.progress.pending_poses), replayed=True)
+
+    async def _earlier(self, task: Task) -> list[ChunkRecord]:
+        """Chunks of this request that earlier attempts committed."""
+        if task.progress is None:
+            return []
+        stop = task.first_chunk + task.progress.chunks
+        return await self._calls.call(self._store.chunks, task.session.id, task.first_chunk, stop)
+
+    async def _run(self, task: Task, live: Live) -> Outcome:
+        earlier = await self._earlier(task)
+        published: list[Published] = []
+        try:
+            state = await self._generate(task, live, published)
+            if not task.plan.chunks:
+                await self._calls.call(self._store.commit, _pending_commit(task, live.fence))
+        except Exception as error:
+            raise _with_progress(error, len(earlier) + len(published), task.head.chunk + 1 + len(published)) from error
+        head = task.head.chunk + len(published)
+        self._hot.put(task.session.id, replace(live, chunk=head, state=state))
+        records = earlier + [chunk.record for chunk in published]
+        answer = advanced_view(task.session.id, records, head + 1, pending_count(task.plan.cursor))
+        return Outcome(answer, commit_ms=sum(chunk.commit_ms for chunk in published))
+
+    async def _generate(self, task: Task, live: Live, published: list[Published]) -> State:
+        """Compute the planned chunks one after the other, committing each while the next one computes.
+
+        Appends to `published` in order and returns the state after the last. When a step fails, the commit under way
+        is still waited for, so that `published` tells the truth.
+        """
+        state = live.state
+        committing: asyncio.Task[Published] | None = None
+        for offset in range(len(task.plan.chunks)):
+            try:
+                output, queue_ms = await self._compute(task, live.conditions, state, offset)
+            finally:
+                if committing is not None:
+                    published.append(await committing)
+            state = output.state
+            committing = asyncio.create_task(self._publish(task, live.fence, offset, output, queue_ms))
+        if committing is not None:
+            published.append(await committing)
+        return state
+
+    async def _compute(
+        self, task: Task, conditions: Conditions, state: State, offset: int
+    ) -> tuple[ChunkOutput, float]:
+        step, index = task.plan.chunks[offset], task.head.chunk + 1 + offset
+        camera = ChunkCamera(step.poses, step.intrinsics, task.camera.intrinsics)
+        return await self._workers.compute(self._model.generate, conditions, state, index, camera, task.session.seed)
+
+    async def _publish(self, task: Task, fence: Fence, offset: int, output: ChunkOutput, queue_ms: float) -> Published:
+        step, head = task.plan.chunks[offset], task.head.chunk + offset
+        position = Position(
+            session_id=task.session.id,
+            fence=fence,
+            revision=task.head.revision,
+            head=head,
+            cursor=step.cursor,
+            key=task.key,
+            request=task.request_record(head + 1, step.frames_used, done=step is task.plan.chunks[-1]),
+        )
+        making = Making(task.session.seed, self._fingerprint, self._model.spec.fps, queue_ms)
+        published = await self._calls.call(publish, self._store, position, step, output, making)
+        with suppress(ProblemError):  # the chunk is committed; the next one prunes again
+            await self._calls.call(self._store.prune_snapshots, task.session.id, fence, self._keep_snapshots)
+        return published
+
+
+def _check_position(request: PostChunks, head: Head, progress: RequestRecord | None) -> None:
+    """Refuse a request that expects the session elsewhere, or a retry whose session has moved on since."""
+    next_chunk, pending = head.chunk + 1, pending_count(head.cursor)
+    if progress is not None:
+        if not progress.done and (progress.first_chunk + progress.chunks, progress.revision) != (
+            next_chunk,
+            head.revision,
+        ):
+            raise _conflict("the session has moved on since this request was cut short", next_chunk, pending)
+        return
+    if request.expected_chunk not in (None, next_chunk):
+        raise _conflict("expected_chunk is not the session's next chunk", next_chunk, pending)
+    if request.expected_frame not in (None, next_frame(next_chunk, pending)):
+        raise _conflict("expected_frame is not the session's next frame", next_chunk, pending)
+
+
+def _conflict(detail: str, next_chunk: int, pending: int) -> ProblemError:
+    counters = {"next_chunk": next_chunk, "next_frame": next_frame(next_chunk, pending), "pending_poses": pending}
+    return ProblemError("chunk_conflict", detail, extra=counters)
+
+
+def _pending_commit(task: Task, fence: Fence) -> Commit:
+    """The commit of a request that makes no chunk whole: only the cursor moves."""
+    return Commit(
+        session_id=task.session.id,
+        fence=fence,
+        revision=task.head.revision,
+        expected_head=task.head.chunk,
+        cursor=task.plan.cursor,
+        chunk=None,
+        snapshot=None,
+        key=task.key,
+        request=task.request_record(task.head.chunk, task.plan.frames_used, done=True),
+    )
+
+
+def _with_progress(error: Exception, committed: int, next_chunk: int) -> ProblemError:
+    """The failure as a problem that says how far the request came."""
+    if not isinstance(error, ProblemError):
+        log.error("a request failed", exc_info=error)
+        error = ProblemError("internal_error", "the server failed; chunks committed before stay")
+    error.extra = {"committed": committed, "next_chunk": next_chunk} | error.extra
+    return error

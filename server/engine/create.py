@@ -1,0 +1,139 @@
+"""Begin a session: check everything, encode the first frame and the prompt, then write once."""
+
+import base64
+import binascii
+import hashlib
+import re
+import secrets
+import time
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longtake.api_schemas.problems import ProblemError
+from longtake.api_schemas.resources import CreateSession, Session
+from longtake.server.camera.intrinsics import Crop, check_intrinsics, default_intrinsics, intrinsics_warnings
+from longtake.server.camera.poses import check_poses, to_opencv
+from longtake.server.engine.keys import RunningKeys, request_fingerprint
+from longtake.server.engine.plan import start_cursor
+from longtake.server.engine.store_calls import StoreCalls
+from longtake.server.engine.views import new_session_view
+from longtake.server.engine.workers import Workers
+from longtake.server.model.world import Conditions, Frames, WorldModel
+from longtake.server.video.images import read_first_frame, resize_crop
+from longtake.state_cache import Fingerprint, SessionExists, SessionRecord, new_session_id, save_tensors
+
+_DATA_URL = re.compile(r"data:image/[a-z+.-]{1,32};base64,", re.ASCII)
+
+
+@dataclass(frozen=True)
+class FirstView:
+    """The checked first frame and its camera: image uint8 [H,W,3] of the model's size, intrinsics [4] as given."""
+
+    image: Frames
+    first_pose: NDArray[np.float64]
+    intrinsics: NDArray[np.float64]
+    intrinsics_size: tuple[int, int]
+    source_size: tuple[int, int]
+    warnings: list[str]
+
+
+class Creator:
+    """Makes sessions."""
+
+    def __init__(self, model: WorldModel, calls: StoreCalls, workers: Workers) -> None:
+        self._model = model
+        self._calls = calls
+        self._workers = workers
+        self._keys = RunningKeys()
+
+    async def create(self, request: CreateSession, key: str | None) -> tuple[Session, bool]:
+        """The new session, or the one that an earlier request with this key made (then True). Raises `ProblemError`."""
+        if request.model not in (None, self._model.spec.id):
+            raise ProblemError("model_not_found", "this server does not serve that model", "model")
+        with self._keys.claim("create", key), self._workers.admitted():
+            view = await self._workers.io(first_view, request, self._model.spec.width, self._model.spec.height)
+            session_id, claim = await self._claim(request, key)
+            try:
+                return await self._calls.call(self._read, session_id), True
+            except ProblemError as problem:
+                if problem.code != "session_not_found":
+                    raise
+            conditions, _ = await self._workers.compute(self._model.condition, view.image, request.prompt)
+            return await self._calls.call(self._write, request, session_id, claim, view, conditions)
+
+    async def _claim(self, request: CreateSession, key: str | None) -> tuple[str, str | None]:
+        """The id to create, the same one for every attempt with this key, and the claim on it."""
+        session_id = new_session_id()
+        if key is None:
+            return session_id, None
+        claim = hashlib.sha256(f"sessions\n{key}".encode()).hexdigest()
+        mine = request_fingerprint(request)
+        fingerprint, session_id = await self._calls.call(self._calls.store.claim, claim, mine, session_id)
+        if fingerprint != mine:
+            raise ProblemError("idempotency_key_reused", "this key was used with another request", "Idempotency-Key")
+        return session_id, claim
+
+    def _write(
+        self, request: CreateSession, session_id: str, claim: str | None, view: FirstView, conditions: Conditions
+    ) -> tuple[Session, bool]:
+        store = self._calls.store
+        session = SessionRecord(
+            id=session_id,
+            model=self._model.spec.id,
+            fingerprint=Fingerprint(self._model.weights_fingerprint, self._model.numerics_fingerprint),
+            prompt=request.prompt,
+            seed=secrets.randbelow(2**31) if request.seed is None else request.seed,
+            created_at=time.time(),
+            first_pose=view.first_pose.ravel().tolist(),
+            intrinsics=view.intrinsics.tolist(),
+            intrinsics_size=view.intrinsics_size,
+            source_size=view.source_size,
+            conditions=save_tensors(store, session_id, conditions.to_tensors()),
+            warnings=view.warnings,
+            create_key=claim,
+        )
+        try:
+            store.create(session, start_cursor())
+        except SessionExists:
+            return self._read(session_id), True
+        return new_session_view(session, self._model.spec), False
+
+    def _read(self, session_id: str) -> Session:
+        return new_session_view(self._calls.store.read(session_id)[0], self._model.spec)
+
+
+def first_view(request: CreateSession, width: int, height: int) -> FirstView:
+    """Check image, pose and intrinsics; bring the image to the model's size. Raises `ProblemError` naming the field."""
+    image = read_first_frame(image_bytes(request.image), "image")
+    size = (image.shape[1], image.shape[0])
+    pose = np.eye(4) if request.first_pose is None else check_poses([request.first_pose], "first_pose")[0]
+    intrinsics_size = request.intrinsics_size or size
+    warnings: list[str] = []
+    if request.intrinsics is None:
+        intrinsics = default_intrinsics(*size)
+        warnings.append("no intrinsics were given: a centred camera 60 degrees wide is assumed")
+    else:
+        checked = check_intrinsics([request.intrinsics], "intrinsics")
+        warnings += intrinsics_warnings(checked, *intrinsics_size)
+        intrinsics = checked[0]
+    return FirstView(
+        image=resize_crop(image, Crop.fit(*size, width, height)),
+        first_pose=to_opencv(pose[None], request.convention)[0],
+        intrinsics=intrinsics,
+        intrinsics_size=intrinsics_size,
+        source_size=size,
+        warnings=warnings,
+    )
+
+
+def image_bytes(data_url: str) -> bytes:
+    """The bytes of an image data URL. Raises `image_invalid`."""
+    match = _DATA_URL.match(data_url)
+    if match is None:
+        raise ProblemError("image_invalid", "give a data URL: data:image/png;base64,…", "image")
+    try:
+        return base64.b64decode(data_url[match.end() :], validate=True)
+    except binascii.Error as error:
+        raise ProblemError("image_invalid", "the data URL is not base64", "image") from error

@@ -1,0 +1,86 @@
+"""Stored records as the resources that clients see."""
+
+from datetime import UTC, datetime
+from typing import cast
+
+from longtake.api_schemas.camera import Pose
+from longtake.api_schemas.resources import CHUNK_FRAMES, LATENT_FRAMES, Advanced, Chunk, ChunkShape, Model, Session
+from longtake.server.engine.plan import next_frame, pending_count, start_cursor
+from longtake.server.model.world import ModelSpec, WorldModel
+from longtake.state_cache import ChunkRecord, Head, SessionRecord
+
+
+def chunk_shape(spec: ModelSpec) -> ChunkShape:
+    """What one chunk of a model holds."""
+    return ChunkShape(
+        frames=CHUNK_FRAMES, latent_frames=LATENT_FRAMES, fps=spec.fps, width=spec.width, height=spec.height
+    )
+
+
+def model_view(model: WorldModel) -> Model:
+    """A served model."""
+    return Model(
+        id=model.spec.id,
+        description=model.spec.description,
+        chunk=chunk_shape(model.spec),
+        weights=model.weights_fingerprint,
+        numerics=model.numerics_fingerprint,
+    )
+
+
+def new_session_view(session: SessionRecord, spec: ModelSpec) -> Session:
+    """A session as it was created; also what a repeated creation is answered with."""
+    return session_view(session, Head(chunk=-1, revision=0, cursor=start_cursor()), spec)
+
+
+def session_view(session: SessionRecord, head: Head, spec: ModelSpec) -> Session:
+    """A session where it stands."""
+    link, pending = f"/v1/sessions/{session.id}", pending_count(head.cursor)
+    return Session(
+        id=session.id,
+        model=session.model,
+        prompt=session.prompt,
+        seed=session.seed,
+        created_at=datetime.fromtimestamp(session.created_at, UTC),
+        expires_at=None,
+        first_pose=_pose(session.first_pose),
+        revision=head.revision,
+        parent=None,
+        next_chunk=head.chunk + 1,
+        next_frame=next_frame(head.chunk + 1, pending),
+        pending_poses=pending,
+        chunk=chunk_shape(spec),
+        links={"self": link, "chunks": f"{link}/chunks", "video": f"{link}/video"},
+        warnings=session.warnings,
+    )
+
+
+def chunk_view(session_id: str, record: ChunkRecord) -> Chunk:
+    """A committed chunk."""
+    link = f"/v1/sessions/{session_id}/chunks/{record.index}"
+    return Chunk(
+        index=record.index,
+        kind=record.kind,
+        frame_start=next_frame(record.index, 0),
+        frame_count=CHUNK_FRAMES,
+        frames_digest=record.frames_digest,
+        state_digest=record.state_digest,
+        timings_ms=record.timings_ms,
+        links={"self": link, "video": f"{link}/video", "frames": f"{link}/frames"},
+        warnings=record.warnings,
+    )
+
+
+def advanced_view(session_id: str, records: list[ChunkRecord], next_chunk: int, pending: int) -> Advanced:
+    """What a request added, and where the session stands then."""
+    return Advanced(
+        data=[chunk_view(session_id, record) for record in records],
+        pending_poses=pending,
+        next_chunk=next_chunk,
+        next_frame=next_frame(next_chunk, pending),
+    )
+
+
+def _pose(values: list[float]) -> Pose:
+    """Sixteen numbers, row by row, as a matrix."""
+    return cast(Pose, tuple(tuple(values[row : row + 4]) for row in range(0, 16, 4)))

@@ -1,0 +1,56 @@
+"""Where work runs: one compute thread, a few threads for encoding and the store, and a bounded number of requests."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import ParamSpec, TypeVar
+
+from longtake.api_schemas.problems import ProblemError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Workers:
+    """Threads and admission. Chunks of different requests take turns on the compute thread, first come first served."""
+
+    def __init__(self, queue_size: int, io_threads: int = 4) -> None:
+        self._compute = ThreadPoolExecutor(1, "compute")
+        self._io = ThreadPoolExecutor(io_threads, "io")
+        self._places = queue_size
+        self._open = True
+
+    @contextmanager
+    def admitted(self) -> Iterator[None]:
+        """A place for one request while it waits and runs. Raises `queue_full` or `shutting_down`."""
+        if not self._open:
+            raise ProblemError("shutting_down", "the server is shutting down", retry_after=5)
+        if self._places == 0:
+            raise ProblemError("queue_full", "all places in the queue are taken", retry_after=2)
+        self._places -= 1
+        try:
+            yield
+        finally:
+            self._places += 1
+
+    async def compute(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> tuple[R, float]:
+        """Run on the compute thread; also returns the milliseconds spent waiting for it."""
+        asked = time.perf_counter()
+
+        def timed() -> tuple[R, float]:
+            waited = (time.perf_counter() - asked) * 1e3
+            return function(*args, **kwargs), waited
+
+        return await asyncio.get_running_loop().run_in_executor(self._compute, timed)
+
+    async def io(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run on one of the other threads."""
+        return await asyncio.get_running_loop().run_in_executor(self._io, lambda: function(*args, **kwargs))
+
+    def close(self) -> None:
+        """Admit nothing more and wait for what runs."""
+        self._open = False
+        self._compute.shutdown()
+        self._io.shutdown()

@@ -1,0 +1,161 @@
+"""`longtake generate`: walk a session along a trajectory file or a string of actions, chunk by chunk."""
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import ValidationError
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from longtake.api_schemas.camera import Camera
+from longtake.api_schemas.problems import ProblemError
+from longtake.api_schemas.resources import CHUNK_FRAMES, Advanced, CreateSession, PostChunks, Session
+from longtake.server.camera.actions import parse_actions
+from longtake.server.camera.intrinsics import check_intrinsics
+from longtake.server.camera.trajectory import continue_from, load_trajectory
+from longtake.server.client import Client, image_url
+
+Matrix = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Walk:
+    """What the command line asked for."""
+
+    image: Path | None
+    session: str | None
+    trajectory: Path | None
+    actions: str | None
+    frames: int | None
+    prompt: str
+    seed: int | None
+    intrinsics: str | None
+    intrinsics_size: str | None
+    pad: bool
+    output: Path
+
+    def __post_init__(self) -> None:
+        """One source each for the session and for the camera."""
+        if (self.image is None) == (self.session is None):
+            raise ProblemError("invalid_request", "give either an image to begin with or a --session to go on with")
+        if (self.trajectory is None) == (self.actions is None):
+            raise ProblemError("invalid_request", "give either --trajectory or --actions")
+
+
+@dataclass(frozen=True)
+class CameraPath:
+    """What was read before anything is asked of the server: poses [F,4,4] of the file, or keys frame by frame."""
+
+    file_poses: Matrix | None
+    keys: list[frozenset[str]]
+    intrinsics: Matrix | None
+
+    def cameras(self, session: Session, frames: int | None) -> list[Camera]:
+        """The camera of the new frames, cut where chunks become whole."""
+        start = session.next_frame
+        poses = (
+            None
+            if self.file_poses is None
+            else continue_from(self.file_poses, np.array(session.first_pose), start, frames)
+        )
+        count = len(self.keys[:frames]) if poses is None else len(poses)
+        cuts = [*range(CHUNK_FRAMES - session.pending_poses, count, CHUNK_FRAMES), count]
+        return [self._camera(poses, first, stop, start) for first, stop in pairwise([0, *cuts])]
+
+    def _camera(self, poses: Matrix | None, first: int, stop: int, start: int) -> Camera:
+        intrinsics = self._intrinsics(start + first, start + stop)
+        if poses is not None:
+            return Camera.model_validate({"poses": poses[first:stop].tolist(), "intrinsics": intrinsics})
+        actions = ",".join(f"{''.join(sorted(keys)) or 'none'}-1" for keys in self.keys[first:stop])
+        return Camera.model_validate({"actions": actions, "intrinsics": intrinsics})
+
+    def _intrinsics(self, first: int, stop: int) -> list[list[float]] | None:
+        if self.intrinsics is None or len(self.intrinsics) == 1:
+            return None
+        if stop > len(self.intrinsics):
+            raise ProblemError("intrinsics_invalid", f"the file ends before frame {stop - 1}", "intrinsics")
+        rows: list[list[float]] = self.intrinsics[first:stop].tolist()
+        return rows
+
+
+def run_walk(client: Client, walk: Walk, console: Console) -> None:
+    """Create or find the session, post the camera chunk by chunk, write the video, and say how to go on."""
+    path = read_path(walk)
+    session = client.session(walk.session) if walk.session else client.create(new_session(walk, path.intrinsics))
+    console.print(f"session {session.id}", soft_wrap=True)
+    for warning in session.warnings:
+        console.print(f"[yellow]warning:[/] {warning}")
+    answer = post_cameras(client, session, path.cameras(session, walk.frames), pad=walk.pad, console=console)
+    if answer.next_chunk:
+        client.save_video(session.id, walk.output)
+        console.print(f"{walk.output}: {answer.next_chunk * CHUNK_FRAMES} frames", highlight=False)
+    if answer.pending_poses:
+        console.print(f"{answer.pending_poses} poses wait for a whole chunk of {CHUNK_FRAMES}; --pad fills it")
+    console.print(f"go on with: longtake generate --session {session.id} --actions w-24", soft_wrap=True)
+
+
+def read_path(walk: Walk) -> CameraPath:
+    """Read and check the files and strings of the command line. Raises `ProblemError`, `OSError`."""
+    return CameraPath(
+        file_poses=None if walk.trajectory is None else load_trajectory(walk.trajectory),
+        keys=[] if walk.actions is None else parse_actions(walk.actions, "actions"),
+        intrinsics=None if walk.intrinsics is None else read_intrinsics(walk.intrinsics),
+    )
+
+
+def new_session(walk: Walk, intrinsics: Matrix | None) -> CreateSession:
+    """The session to create from the image."""
+    assert walk.image is not None
+    size = None if walk.intrinsics_size is None else walk.intrinsics_size.lower().split("x")
+    try:
+        return CreateSession.model_validate(
+            {
+                "image": image_url(walk.image),
+                "prompt": walk.prompt,
+                "seed": walk.seed,
+                "intrinsics": None if intrinsics is None else intrinsics[0].tolist(),
+                "intrinsics_size": size,
+            }
+        )
+    except ValidationError as error:
+        field = ".".join(map(str, error.errors()[0]["loc"])) or "intrinsics_size"
+        raise ProblemError("invalid_request", error.errors()[0]["msg"], field) from error
+
+
+def read_intrinsics(text: str) -> Matrix:
+    """`fx,fy,cx,cy`, or a `.npy` file of [4] or [F,4], as [F,4]. Raises `ProblemError`, `OSError`."""
+    try:
+        values = np.load(text, allow_pickle=False) if text.endswith(".npy") else np.array(text.split(","), np.float64)
+    except ValueError as error:
+        raise ProblemError("intrinsics_invalid", "give fx,fy,cx,cy or a .npy file of numbers", "intrinsics") from error
+    return check_intrinsics(np.atleast_2d(values), "intrinsics")
+
+
+def post_cameras(
+    client: Client, session: Session, cameras: Sequence[Camera], *, pad: bool, console: Console
+) -> Advanced:
+    """Post one camera after the other, each under a key of its own; shows progress and the time of every chunk."""
+    columns = (
+        TextColumn("chunk"),
+        MofNCompleteColumn(),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("", total=len(cameras))
+        for camera in cameras:
+            last = camera is cameras[-1]
+            answer = client.advance(session.id, PostChunks(camera=camera, pad=pad and last), secrets.token_urlsafe(16))
+            for chunk in answer.data:
+                spent = "  ".join(f"{stage} {ms:.0f} ms" for stage, ms in chunk.timings_ms.items())
+                progress.console.print(f"chunk {chunk.index}: {spent}", highlight=False)
+                for warning in chunk.warnings:
+                    progress.console.print(f"[yellow]warning:[/] {warning}")
+            progress.advance(task)
+    return answer

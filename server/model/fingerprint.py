@@ -1,0 +1,34 @@
+"""What decides the bits of a model, as two short hashes: its weights, and how this machine computes."""
+
+import hashlib
+import platform
+
+import torch
+
+from longtake.server.model.transformer import SanaWMTransformer
+from longtake.server.model.vae import CausalVideoVAE
+
+
+def weights_fingerprint(name: str, *modules: SanaWMTransformer | CausalVideoVAE) -> str:
+    """Hash of a model's id, its configurations and every tensor: names, dtypes, shapes and bytes."""
+    digest = hashlib.sha256(name.encode())
+    for module in modules:
+        digest.update(repr(module.config).encode())
+        for key, tensor in module.state_dict().items():
+            digest.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:32]
+
+
+def numerics_fingerprint(device: torch.device, dtype: torch.dtype) -> str:
+    """Hash of what else moves the last bit: device model, library versions, precision, CPU threads and instructions."""
+    parts = [
+        torch.__version__,
+        str(dtype),
+        platform.machine(),
+        torch.backends.cpu.get_cpu_capability(),
+        str(torch.get_num_threads()),
+    ]
+    if device.type == "cuda":
+        parts += [torch.cuda.get_device_name(device), str(torch.version.cuda)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]

@@ -1,0 +1,116 @@
+"""The streaming model as served: text, transformer and causal VAE behind the `WorldModel` interface."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from longtake.api_schemas.resources import LATENT_FRAMES
+from longtake.server.camera.rays import chunk_geometry
+from longtake.server.model.conditions import ChunkCondition
+from longtake.server.model.fingerprint import numerics_fingerprint, weights_fingerprint
+from longtake.server.model.noise import latent_noise
+from longtake.server.model.sampler import absorb_chunk, denoise_chunk
+from longtake.server.model.state import TransformerState
+from longtake.server.model.transformer import SanaWMTransformer
+from longtake.server.model.vae import CausalVideoVAE, decoder_history_chunks, to_uint8
+from longtake.server.model.world import ChunkCamera, ChunkOutput, Conditions, Frames, ModelSpec, State
+
+TextEncoder = Callable[[str], tuple[Tensor, Tensor]]
+"""Prompt to text [1,L,E] and mask [1,L]."""
+
+_DECODER = "decoder."
+_LAST_FRAME = "last_frame"
+
+
+class StreamingModel:
+    """SANA-WM, chunk by chunk. A state holds the transformer's tensors, the decoder's cache and the last frame."""
+
+    def __init__(
+        self, spec: ModelSpec, transformer: SanaWMTransformer, vae: CausalVideoVAE, encode_text: TextEncoder
+    ) -> None:
+        self.spec = spec
+        self.decoder_history = decoder_history_chunks(vae.config)
+        self.weights_fingerprint = weights_fingerprint(spec.id, transformer, vae)
+        self.numerics_fingerprint = numerics_fingerprint(transformer.device, transformer.dtype)
+        self._transformer = transformer
+        self._vae = vae
+        self._encode_text = encode_text
+
+    @torch.inference_mode()
+    def condition(self, first_frame: Frames, prompt: str) -> Conditions:
+        """Encode the first frame (uint8 [H,W,3] of the model's size) and the prompt."""
+        pixels = torch.from_numpy(first_frame.copy())
+        frames = (pixels.permute(2, 0, 1).float() / 127.5 - 1)[None, :, None]
+        text, mask = self._encode_text(prompt)
+        return Conditions(pixels, self._vae.encode(frames), text, mask)
+
+    def initial_state(self, conditions: Conditions) -> State:
+        """Nothing is carried into chunk 0: what it needs of the first frame is in the conditions."""
+        return {}
+
+    @torch.inference_mode()
+    def generate(self, conditions: Conditions, state: State, index: int, camera: ChunkCamera, seed: int) -> ChunkOutput:
+        """Denoise chunk `index` in four steps, absorb it at t=0, decode it."""
+        timings: dict[str, float] = {}
+        memory = self._memory(state)
+        with _timed(timings, "condition"):
+            latents = self._noise(conditions, index, seed)
+            chunk = self._condition_chunk(conditions, index, camera, latents)
+        with _timed(timings, "denoise"):
+            latents = denoise_chunk(self._transformer, latents, chunk, memory, pinned=int(index == 0))
+            absorbed = absorb_chunk(self._transformer, latents, chunk, memory)
+        with _timed(timings, "decode"):
+            frames, cache = self._vae.decode(latents, _decoder_cache(state))
+            pixels = to_uint8(frames[0, :, int(index == 0) :]).cpu()
+        after = absorbed.to_tensors() | {_DECODER + name: x for name, x in cache.items()}
+        after[_LAST_FRAME] = pixels[-1].clone()
+        return ChunkOutput(latents[:, :, -LATENT_FRAMES:].contiguous(), pixels.numpy(), after, timings)
+
+    @torch.inference_mode()
+    def decode(self, conditions: Conditions, first_index: int, latents: Sequence[Tensor]) -> Frames:
+        """Frames of the last of consecutive chunks; exact when `decoder_history` chunks, or all, come before it."""
+        chunks = list(latents)
+        cache = None if first_index == 0 else self._vae.unknown_cache(chunks[0])
+        if first_index == 0:
+            chunks[0] = torch.cat([conditions.first_latent, chunks[0]], dim=2)
+        for chunk in chunks:
+            frames, cache = self._vae.decode(chunk, cache)
+        skip = int(first_index == 0 and len(chunks) == 1)
+        decoded: Frames = to_uint8(frames[0, :, skip:]).cpu().numpy()
+        return decoded
+
+    def _memory(self, state: State) -> TransformerState | None:
+        tensors = {name: x for name, x in state.items() if not name.startswith(_DECODER) and name != _LAST_FRAME}
+        return TransformerState.from_tensors(tensors, self._transformer.config) if tensors else None
+
+    def _noise(self, conditions: Conditions, index: int, seed: int) -> Tensor:
+        """Start of the chunk's latents [1,C,F,h,w]; chunk 0 begins with the clean latent of the first frame."""
+        B, C, _, h, w = conditions.first_latent.shape
+        first = LATENT_FRAMES * index + 1
+        noise = [latent_noise(seed, frame, (B, C, h, w)) for frame in range(first, first + LATENT_FRAMES)]
+        latents = torch.stack(noise, dim=2).to(conditions.first_latent)
+        return torch.cat([conditions.first_latent, latents], dim=2) if index == 0 else latents
+
+    def _condition_chunk(
+        self, conditions: Conditions, index: int, camera: ChunkCamera, latents: Tensor
+    ) -> ChunkCondition:
+        F, h, w = latents.shape[2:]
+        geometry = chunk_geometry(index, camera.poses, camera.intrinsics, camera.first_intrinsics, h, w)
+        text = self._transformer.encode_text(conditions.text, conditions.text_mask)
+        start = 0 if index == 0 else LATENT_FRAMES * index + 1
+        return self._transformer.encode_chunk(text, start, (F, h, w), geometry.raymap[None], geometry.plucker[None])
+
+
+def _decoder_cache(state: State) -> dict[str, Tensor] | None:
+    cache = {name.removeprefix(_DECODER): x for name, x in state.items() if name.startswith(_DECODER)}
+    return cache or None
+
+
+@contextmanager
+def _timed(timings: dict[str, float], stage: str) -> Iterator[None]:
+    started = time.perf_counter()
+    yield
+    timings[stage] = (time.perf_counter() - started) * 1e3

@@ -1,0 +1,99 @@
+"""What the engine knows of a model: conditions that last a session, a state that every chunk replaces, frames."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+State = dict[str, Tensor]
+"""What a session carries from chunk to chunk, by name in layout order; every tensor contiguous, never mutated."""
+
+Frames = NDArray[np.uint8]
+"""Video frames [T,H,W,3], RGB."""
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Shape of what a model makes; sizes in pixels."""
+
+    id: str
+    description: str
+    width: int
+    height: int
+    fps: int = 16
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Constants of a session: first frame uint8 [H,W,3], its latent [1,C,1,h,w], text [1,L,E] and its mask [1,L]."""
+
+    first_frame: Tensor
+    first_latent: Tensor
+    text: Tensor
+    text_mask: Tensor
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """By name, for storing."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Self:
+        """The inverse of `to_tensors`."""
+        return cls(**tensors)
+
+
+@dataclass(frozen=True)
+class ChunkCamera:
+    """Camera of one chunk: c2w [24,4,4] relative to frame 0, intrinsics [24,4] in pixels of the model's frame.
+
+    float64; `first_intrinsics` [4] are those of frame 0.
+    """
+
+    poses: NDArray[np.float64]
+    intrinsics: NDArray[np.float64]
+    first_intrinsics: NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class ChunkOutput:
+    """A finished chunk: clean latents [1,C,3,h,w], frames [24,H,W,3], the state after it, and milliseconds by stage."""
+
+    latents: Tensor
+    frames: Frames
+    state: State
+    timings_ms: dict[str, float]
+
+
+class WorldModel(Protocol):
+    """A model that can be served. Calls come from one thread at a time and mutate none of their arguments."""
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Shape of what it makes."""
+
+    @property
+    def weights_fingerprint(self) -> str:
+        """Changes with the checkpoint or the configuration."""
+
+    @property
+    def numerics_fingerprint(self) -> str:
+        """Changes with the device, the libraries and the threads; equal ones give equal bits."""
+
+    @property
+    def decoder_history(self) -> int:
+        """Chunks before the wanted one whose latents `decode` needs to give its frames bit for bit."""
+
+    def condition(self, first_frame: Frames, prompt: str) -> Conditions:
+        """Encode the first frame (uint8 [H,W,3] of the model's size) and the prompt."""
+
+    def initial_state(self, conditions: Conditions) -> State:
+        """State before chunk 0."""
+
+    def generate(self, conditions: Conditions, state: State, index: int, camera: ChunkCamera, seed: int) -> ChunkOutput:
+        """Denoise chunk `index` from `state`, the state after chunk `index - 1`."""
+
+    def decode(self, conditions: Conditions, first_index: int, latents: Sequence[Tensor]) -> Frames:
+        """Frames of the last of consecutive chunks, from their latents; the first one is chunk `first_index`."""

@@ -1,0 +1,65 @@
+"""A server of one's own on a free port, in a process of its own, for as long as it is needed."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+READY_PREFIX = "longtake listens on "
+"""What `longtake serve` prints, with its URL, once it takes requests."""
+
+
+class ServerDiedError(RuntimeError):
+    """The private server ended before it was ready."""
+
+
+@dataclass(frozen=True)
+class PrivateServer:
+    """A running server; it ends by itself when the process that started it is gone."""
+
+    url: str
+    process: subprocess.Popen[str]
+
+    def kill(self) -> None:
+        """End it at once, as a power cut would (SIGKILL)."""
+        self.process.kill()
+        self._ended()
+
+    def stop(self) -> None:
+        """Let it finish what it does, then end it."""
+        if self.process.poll() is None:
+            self.process.terminate()
+        self._ended()
+
+    def _ended(self) -> None:
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+def start_private_server(data_dir: Path, *options: str) -> PrivateServer:
+    """Start `longtake serve` with these further options and wait until it takes requests.
+
+    Raises `ServerDiedError`; what the server said is on standard error.
+    """
+    command = [sys.executable, "-m", "longtake.server", "serve", "--port", "0", "--data-dir", str(data_dir)]
+    command += ["--log-level", "warning", "--while-stdin-open", *options]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(READY_PREFIX):
+            return PrivateServer(line.removeprefix(READY_PREFIX).strip(), process)
+    raise ServerDiedError(f"the server ended with status {process.wait()} before it was ready")
+
+
+@contextmanager
+def private_server(data_dir: Path, *options: str) -> Iterator[PrivateServer]:
+    """A private server inside a `with` block."""
+    server = start_private_server(data_dir, *options)
+    try:
+        yield server
+    finally:
+        server.stop()

@@ -1,0 +1,1 @@
+"""HTTP routes: parse, ask the engine, answer."""

@@ -1,0 +1,63 @@
+"""Run the HTTP server: one process, one event loop, an open port announced once it takes requests."""
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+
+import uvicorn
+
+from longtake.server.app import create_app
+from longtake.server.engine.start import start_engine
+from longtake.server.private import READY_PREFIX
+from longtake.server.settings import Settings
+
+log = logging.getLogger(__name__)
+
+
+class Server(uvicorn.Server):
+    """uvicorn, saying where it listens."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start, then announce the address on standard output."""
+        await super().startup(sockets)
+        if self.started and sockets:
+            host, port = sockets[0].getsockname()[:2]
+            print(f"{READY_PREFIX}http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)  # noqa: T201
+
+
+def serve(settings: Settings, *, while_stdin_open: bool = False) -> None:
+    """Serve until SIGTERM or SIGINT; requests that run are finished first.
+
+    Args:
+        settings: the server's settings; port 0 takes a free one.
+        while_stdin_open: also end when standard input closes, that is with the process that started this one.
+    """
+    logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    if while_stdin_open:
+        threading.Thread(target=_end_with_stdin, daemon=True).start()
+    signal.signal(signal.SIGTERM, _exit)
+    with _bound(settings.host, settings.port) as listener, start_engine(settings) as engine:
+        app = create_app(engine, settings.max_body_bytes)
+        Server(uvicorn.Config(app, log_config=None, access_log=False, server_header=False)).run([listener])
+
+
+def _exit(*_: object) -> None:
+    """Uvicorn drains and then raises the signal again: leave through the `with` blocks, so that everything is closed."""
+    raise SystemExit(0)
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((host, port))
+    return listener
+
+
+def _end_with_stdin() -> None:
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)

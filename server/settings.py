@@ -1,0 +1,37 @@
+"""Every setting of the server, read from `LONGTAKE_…` environment variables; the command line overrides them."""
+
+import os
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+def default_data_dir() -> Path:
+    """`$XDG_DATA_HOME/longtake`, or `~/.local/share/longtake`."""
+    base = os.environ.get("XDG_DATA_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "share") / "longtake"
+
+
+class Settings(BaseSettings):
+    """Settings with their defaults; bytes, counts and seconds."""
+
+    model_config = SettingsConfigDict(env_prefix="LONGTAKE_", extra="forbid")
+
+    host: str = Field("127.0.0.1", description="Address to listen on.")
+    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    model: str = Field("tiny-untrained", description="Model to serve.")
+    state_url: str | None = Field(
+        None, description="redis://, rediss:// or unix:// URL of the session store; unset: a valkey-server of our own."
+    )
+    data_dir: Path = Field(default_factory=default_data_dir, description="Where the embedded store keeps its files.")
+    key_prefix: str = Field("lt", pattern=r"^[a-z0-9-]{1,16}$", description="Prefix of every key in the store.")
+    max_body_bytes: int = Field(32 * 2**20, ge=1024, description="Largest request body.")
+    queue_size: int = Field(32, ge=1, description="Requests that may wait or run at once; further ones get 503.")
+    hot_sessions: int = Field(8, ge=1, description="Sessions whose state stays in memory between requests.")
+    keep_snapshots: int = Field(2, ge=1, description="Newest state snapshots kept for each session.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="What goes to standard error.")
+    threads: int = Field(
+        0, ge=0, description="CPU threads of the model; 0: one a core. Part of the numerics fingerprint."
+    )

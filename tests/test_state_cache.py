@@ -1,0 +1,638 @@
+import contextlib
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from redis.connection import PythonRespSerializer
+from store_fixtures import Probe, RedisProbe, make_chunk, make_cursor, make_session, make_snapshot
+
+from longtake.state_cache import (
+    MAX_BLOB,
+    Arena,
+    BlobCorrupt,
+    BlobRef,
+    BlobsMissing,
+    ChunkNotFound,
+    Commit,
+    Fence,
+    Fenced,
+    File,
+    HeadConflict,
+    KeyReused,
+    MemoryStore,
+    RedisStore,
+    RequestDone,
+    RequestRecord,
+    SchemaError,
+    SessionExists,
+    SessionNotFound,
+    Store,
+    StoreFull,
+    StoreUnavailable,
+    StoreUnsuitable,
+    TensorRef,
+    lineage_of,
+    load_file,
+    load_tensors,
+    new_session_id,
+    save_file,
+    save_tensors,
+)
+from longtake.state_cache.client import _to_bytes
+from longtake.state_cache.codec import pack, unpack
+
+
+def step(store: Store, session_id: str, fence: Fence, index: int, *, seed: int | None = None) -> Commit:
+    """A commit of chunk `index`, whose blobs are in the store."""
+    return Commit(
+        session_id=session_id,
+        fence=fence,
+        revision=0,
+        expected_head=index - 1,
+        cursor=make_cursor(f"after {index}"),
+        chunk=make_chunk(store, session_id, index, seed=seed),
+    )
+
+
+def request(fingerprint: str, *, done: bool) -> RequestRecord:
+    return RequestRecord(
+        fingerprint=fingerprint, first_chunk=0, chunks=1, frames_used=24, done=done, revision=0, pending_poses=0
+    )
+
+
+def test_a_commit_is_read_back_whole(any_store: Store) -> None:
+    session_id = make_session(any_store)
+    fence = any_store.open(session_id)
+    commit = replace(
+        step(any_store, session_id, fence, 0),
+        snapshot=make_snapshot(any_store, session_id, 1.0),
+        key="key 1",
+        request=request("print", done=False),
+    )
+    any_store.commit(commit)
+
+    record, head, in_force = any_store.read(session_id)
+    assert (record.prompt, head.chunk, head.revision, head.cursor) == ("a beach", 0, 0, commit.cursor)
+    assert in_force == fence
+    assert any_store.chunk(session_id, 0) == commit.chunk
+    assert any_store.snapshots(session_id) == {0: commit.snapshot}
+    assert any_store.request(session_id, "key 1") == commit.request
+    assert any_store.request(session_id, "key 2") is None
+    assert load_file(any_store, session_id, any_store.chunk(session_id, 0).segment) == b"segment 0"
+    state = load_tensors(any_store, session_id, any_store.snapshots(session_id)[0])
+    assert torch.equal(state["blocks.0.kv"], torch.full((2, 3), 1.0))
+
+
+def test_a_commit_without_chunk_moves_the_cursor_only(any_store: Store) -> None:
+    session_id = make_session(any_store)
+    fence = any_store.open(session_id)
+    any_store.commit(
+        Commit(session_id=session_id, fence=fence, revision=0, expected_head=-1, cursor=make_cursor("moved"))
+    )
+    assert any_store.read(session_id)[1].chunk == -1
+    assert any_store.read(session_id)[1].cursor == make_cursor("moved")
+
+
+def test_chunks_are_listed_by_range(any_store: Store) -> None:
+    session_id = make_session(any_store)
+    fence = any_store.open(session_id)
+    for index in range(12):
+        any_store.commit(step(any_store, session_id, fence, index))
+    assert [chunk.index for chunk in any_store.chunks(session_id, 0, 1 << 40)] == list(range(12))
+    assert [chunk.index for chunk in any_store.chunks(session_id, 9, 11)] == [9, 10]
+    assert any_store.chunks(session_id, 12, 20) == []
+    with pytest.raises(ChunkNotFound):
+        any_store.chunk(session_id, 12)
+
+
+Spoil = Callable[[Commit], Commit]
+FOREIGN = BlobRef("0" * 32, 5)
+REFUSALS: dict[str, tuple[type[Exception], Spoil]] = {
+    "unknown session": (SessionNotFound, lambda commit: replace(commit, session_id=new_session_id())),
+    "malformed session": (SessionNotFound, lambda commit: replace(commit, session_id="ses_{x}:\r\n")),
+    "old token": (Fenced, lambda commit: replace(commit, fence=Fence(commit.fence.token - 1, commit.fence.nonce))),
+    "other nonce, same token": (Fenced, lambda commit: replace(commit, fence=Fence(commit.fence.token, "0" * 32))),
+    "wrong head": (HeadConflict, lambda commit: replace(commit, chunk=None, expected_head=5)),
+    "wrong revision": (HeadConflict, lambda commit: replace(commit, revision=1)),
+    "missing blob": (BlobsMissing, lambda commit: replace(commit, snapshot=Arena((), (FOREIGN,)))),
+    "key of another request": (
+        KeyReused,
+        lambda commit: replace(commit, key="open key", request=request("other", done=False)),
+    ),
+    "key of a finished request": (
+        RequestDone,
+        lambda commit: replace(commit, key="done key", request=request("print", done=True)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_refused_commit_changes_nothing(any_store: Store, name: str) -> None:
+    error, spoil = REFUSALS[name]
+    session_id = make_session(any_store)
+    fence = any_store.open(session_id)
+    for index, (key, done) in enumerate([("open key", False), ("done key", True)]):
+        known = step(any_store, session_id, fence, index)
+        any_store.commit(replace(known, key=key, request=request("print", done=done)))
+    before = (any_store.read(session_id), any_store.snapshots(session_id), any_store.chunks(session_id, 0, 9))
+
+    commit = replace(step(any_store, session_id, fence, 2), snapshot=make_snapshot(any_store, session_id, 2.0))
+    with pytest.raises(error):
+        any_store.commit(spoil(commit))
+
+    assert (any_store.read(session_id), any_store.snapshots(session_id), any_store.chunks(session_id, 0, 9)) == before
+    assert any_store.request(session_id, "open key") == request("print", done=False)
+    any_store.commit(commit)
+
+
+def test_a_conflict_says_where_the_session_stands(any_store: Store) -> None:
+    session_id = make_session(any_store)
+    fence = any_store.open(session_id)
+    any_store.commit(step(any_store, session_id, fence, 0))
+    with pytest.raises(HeadConflict) as conflict:
+        any_store.commit(step(any_store, session_id, fence, 0))
+    assert (conflict.value.chunk, conflict.value.revision) == (0, 0)
+
+
+def test_refusals_come_in_order(any_store: Store) -> None:
+    session_id = make_session(any_store)
+    fence = any_store.open(session_id)
+    any_store.commit(replace(step(any_store, session_id, fence, 0), key="key", request=request("print", done=True)))
+    late = Commit(
+        session_id=session_id, fence=Fence(0, ""), revision=3, expected_head=8, cursor=make_cursor(),
+        snapshot=Arena((), (FOREIGN,)), key="key", request=request("print", done=True),
+    )  # fmt: skip
+    with pytest.raises(RequestDone):
+        any_store.commit(late)
+    with pytest.raises(Fenced):
+        any_store.commit(replace(late, key="new"))
+    with pytest.raises(HeadConflict):
+        any_store.commit(replace(late, key="new", fence=fence))
+
+
+def test_a_keyed_request_goes_on_until_done(any_store: Store) -> None:
+    session_id = make_session(any_store)
+    fence = any_store.open(session_id)
+    any_store.commit(replace(step(any_store, session_id, fence, 0), key="key", request=request("print", done=False)))
+    last = request("print", done=True)
+    any_store.commit(replace(step(any_store, session_id, fence, 1), key="key", request=last))
+    assert any_store.request(session_id, "key") == last
+
+
+def test_the_last_opener_wins(any_store: Store) -> None:
+    session_id = make_session(any_store)
+    assert any_store.read(session_id)[2] is None
+    first, second = any_store.open(session_id), any_store.open(session_id)
+    assert (second.token, len(second.nonce)) == (first.token + 1, 32)
+    with pytest.raises(Fenced):
+        any_store.commit(step(any_store, session_id, first, 0))
+    with pytest.raises(Fenced):
+        any_store.prune_snapshots(session_id, first, 0)
+    any_store.commit(step(any_store, session_id, second, 0))
+
+
+def test_rival_committers_have_one_winner_a_chunk(any_store: Store) -> None:
+    session_id = make_session(any_store)
+    rivals, rounds = 4, 6
+    barrier = threading.Barrier(rivals)
+
+    def compete(rival: int) -> list[tuple[int, int]]:
+        won = []
+        for index in range(rounds):
+            commit = step(any_store, session_id, any_store.open(session_id), index, seed=100 * rival + index)
+            barrier.wait(10)
+            try:
+                any_store.commit(commit)
+                won.append((index, commit.chunk.seed if commit.chunk else -1))
+            except Fenced:
+                pass
+            barrier.wait(10)
+        return won
+
+    with ThreadPoolExecutor(rivals) as pool:
+        wins = sorted(win for won in pool.map(compete, range(rivals)) for win in won)
+    assert [index for index, _ in wins] == list(range(rounds))
+    assert [(chunk.index, chunk.seed) for chunk in any_store.chunks(session_id, 0, rounds)] == wins
+
+
+def test_rivals_with_one_fence_have_one_winner(any_store: Store) -> None:
+    session_id = make_session(any_store)
+    fence = any_store.open(session_id)
+    commits = [step(any_store, session_id, fence, 0, seed=seed) for seed in range(8)]
+
+    def attempt(commit: Commit) -> bool:
+        try:
+            any_store.commit(commit)
+        except HeadConflict:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(attempt, commits)) == 1
+
+
+def test_an_orphan_blob_goes_away_and_a_committed_one_stays(probe: Probe) -> None:
+    store, session_id = probe.store, make_session(probe.store)
+    commit = step(store, session_id, store.open(session_id), 0)
+    assert commit.chunk is not None
+    (ref,) = commit.chunk.segment.blobs
+    assert 590 < (probe.lifetime(session_id, ref) or 0) <= 600
+    store.commit(commit)
+    assert probe.lifetime(session_id, ref) is None
+    assert store.put(session_id, [b"segment 0"]) == (ref,)
+    assert probe.lifetime(session_id, ref) is None
+
+
+def test_an_orphan_put_again_lives_longer(probe: Probe) -> None:
+    session_id = new_session_id()
+    (ref,) = probe.store.put(session_id, [b"orphan"])
+    probe.set_lifetime(session_id, ref, 5)
+    probe.store.put(session_id, [b"orphan"])
+    assert (probe.lifetime(session_id, ref) or 0) > 590
+
+
+def test_an_expired_orphan_is_missing(probe: Probe) -> None:
+    session_id = new_session_id()
+    (ref,) = probe.store.put(session_id, [b"orphan"])
+    probe.set_lifetime(session_id, ref, 0.001)
+    threading.Event().wait(0.01)
+    with pytest.raises(BlobsMissing):
+        probe.store.get(session_id, [ref])
+
+
+@pytest.mark.parametrize("damage", [b"", b"segmenT 0", b"segment 0 and more"], ids=["emptied", "changed", "longer"])
+def test_a_corrupt_blob_is_detected(probe: Probe, damage: bytes) -> None:
+    session_id = new_session_id()
+    refs = probe.store.put(session_id, [b"sound", b"segment 0"])
+    probe.overwrite(session_id, refs[1], damage)
+    with pytest.raises(BlobCorrupt):
+        probe.store.get(session_id, refs)
+    assert probe.store.get(session_id, refs[:1]) == [b"sound"]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [msgspec.msgpack.encode({"schema": 2}), b"", b"\xc1", b"\x91" * 100_000, msgspec.msgpack.encode({"id": 7})],
+    ids=["newer", "empty", "garbage", "deep", "mistyped"],
+)
+def test_a_record_that_can_not_be_understood_is_refused(probe: Probe, data: bytes) -> None:
+    session_id = make_session(probe.store)
+    probe.overwrite_session(session_id, data)
+    with pytest.raises(SchemaError):
+        probe.store.read(session_id)
+
+
+def test_blobs_of_another_lineage_are_out_of_reach(any_store: Store) -> None:
+    refs = any_store.put(new_session_id(), [b"secret"])
+    with pytest.raises(BlobsMissing):
+        any_store.get(new_session_id(), refs)
+
+
+def test_blobs_are_limited_and_repeatable(any_store: Store) -> None:
+    session_id = new_session_id()
+    with pytest.raises(ValueError, match="at most"):
+        any_store.put(session_id, [bytes(MAX_BLOB + 1)])
+    data = [b"", b"twice", bytes(MAX_BLOB), b"twice", *(b"%d" % n for n in range(70))]
+    assert any_store.get(session_id, any_store.put(session_id, data)) == data
+    assert any_store.put(session_id, []) == ()
+
+
+def test_pruning_keeps_the_newest_snapshots_and_shared_blobs(probe: Probe) -> None:
+    store, session_id = probe.store, make_session(probe.store)
+    fence = store.open(session_id)
+    # snapshots 0 and 3 are the same bytes, and that of 1 is the same bytes as the latents of chunk 2
+    chunk_two = make_chunk(store, session_id, 2)
+    arenas = [make_snapshot(store, session_id, value) for value in (5.0, 6.0, 7.0, 5.0)]
+    arenas[1] = Arena(chunk_two.latents.tensors, chunk_two.latents.blobs)
+    for index, arena in enumerate(arenas):
+        store.commit(replace(step(store, session_id, fence, index), snapshot=arena))
+
+    store.prune_snapshots(session_id, fence, 1)
+
+    assert store.snapshots(session_id) == {3: arenas[3]}
+    for kept in (arenas[3], chunk_two.latents):
+        assert load_tensors(store, session_id, kept)
+    assert arenas[2].blobs[0].name not in probe.blobs()
+    store.prune_snapshots(session_id, fence, 0)
+    assert store.snapshots(session_id) == {}
+    assert arenas[0].blobs[0].name not in probe.blobs()
+
+
+def test_pruning_goes_by_number_not_by_spelling(any_store: Store) -> None:
+    session_id = make_session(any_store)
+    fence = any_store.open(session_id)
+    for index in range(11):
+        snapshot = make_snapshot(any_store, session_id, float(index))
+        any_store.commit(replace(step(any_store, session_id, fence, index), snapshot=snapshot))
+    any_store.prune_snapshots(session_id, fence, 2)
+    assert list(any_store.snapshots(session_id)) == [9, 10]
+
+
+def test_a_snapshot_taken_again_replaces_the_first(probe: Probe) -> None:
+    store, session_id = probe.store, make_session(probe.store)
+    fence = store.open(session_id)
+    first, second = (make_snapshot(store, session_id, value) for value in (1.5, 2.5))
+    store.commit(replace(step(store, session_id, fence, 0), snapshot=first))
+    again = Commit(
+        session_id=session_id, fence=fence, revision=0, expected_head=0, cursor=make_cursor(), snapshot=first
+    )
+    store.commit(again)
+    assert load_tensors(store, session_id, first)
+    store.commit(replace(again, snapshot=second))
+    assert store.snapshots(session_id) == {0: second}
+    assert first.blobs[0].name not in probe.blobs()
+
+
+def test_creating_twice_or_without_blobs_is_refused(probe: Probe) -> None:
+    store, session_id = probe.store, make_session(probe.store)
+    store.open(session_id)
+    record = store.read(session_id)[0]
+    with pytest.raises(SessionExists):
+        store.create(record, make_cursor("other"))
+    assert store.read(session_id)[1].cursor == make_cursor()
+
+    orphan = msgspec.structs.replace(record, id=new_session_id())
+    with pytest.raises(BlobsMissing):
+        store.create(orphan, make_cursor())
+    with pytest.raises(SessionNotFound):
+        store.read(orphan.id)
+    assert store.list(9) == [session_id]
+
+
+def test_a_claim_holds_until_its_session_is_deleted(any_store: Store) -> None:
+    first, second = new_session_id(), new_session_id()
+    assert any_store.claim("create café", "print 1", first) == ("print 1", first)
+    assert any_store.claim("create café", "print 2", second) == ("print 1", first)
+    make_session(any_store, first, key="create café")
+    make_session(any_store, second, key="create café")
+    any_store.delete(second)
+    assert any_store.claim("create café", "print 2", second) == ("print 1", first)
+    any_store.delete(first)
+    assert any_store.claim("create café", "print 2", second) == ("print 2", second)
+
+
+def test_sessions_are_listed_newest_first(any_store: Store) -> None:
+    made = [make_session(any_store, created_at=1.8e9 + age) for age in (0.001, 30, 10, 20)]
+    newest = [made[1], made[3], made[2], made[0]]
+    assert any_store.list(10) == newest
+    assert any_store.list(2) == newest[:2]
+    assert any_store.list(2, newest[1]) == newest[2:]
+    assert any_store.list(2, newest[3]) == []
+    with pytest.raises(SessionNotFound):
+        any_store.list(2, new_session_id())
+
+
+def test_a_listing_passes_over_sessions_that_were_never_finished(redis_server: str) -> None:
+    probe = RedisProbe(redis_server)
+    made = [make_session(probe.store, created_at=age) for age in (1, 2, 3, 4)]
+    for lost in made[1:3]:
+        probe.raw.delete(f"{probe.prefix}:{{{lineage_of(lost)}}}:s:{lost}")
+    assert probe.store.list(2) == [made[3], made[0]]
+    probe.close()
+
+
+def test_deleting_leaves_nothing_behind(probe: Probe) -> None:
+    store = probe.store
+    session_id = new_session_id()
+    store.claim("claim", "print", session_id)
+    make_session(store, session_id, key="claim")
+    fence = store.open(session_id)
+    for index in range(3):
+        commit = replace(step(store, session_id, fence, index), snapshot=make_snapshot(store, session_id, float(index)))
+        store.commit(replace(commit, key=f"key {index}", request=request("print", done=True)))
+    assert probe.keys()
+    store.delete(session_id)
+    assert probe.keys() == set()
+    assert store.list(9) == []
+
+
+def test_deleting_spares_the_blobs_of_a_sibling(probe: Probe) -> None:
+    store = probe.store
+    parent = make_session(store)
+    fork = make_session(store, new_session_id(lineage_of(parent)))
+    for session_id in (parent, fork):
+        store.commit(step(store, session_id, store.open(session_id), 0))
+    store.delete(parent)
+    assert load_file(store, fork, store.chunk(fork, 0).segment) == b"segment 0"
+    store.delete(fork)
+    assert probe.keys() == set()
+
+
+CALLS: dict[str, Callable[[Store, str], object]] = {
+    "open": lambda store, session_id: store.open(session_id),
+    "read": lambda store, session_id: store.read(session_id),
+    "chunk": lambda store, session_id: store.chunk(session_id, 0),
+    "chunks": lambda store, session_id: store.chunks(session_id, 0, 9),
+    "request": lambda store, session_id: store.request(session_id, "key"),
+    "snapshots": lambda store, session_id: store.snapshots(session_id),
+    "prune": lambda store, session_id: store.prune_snapshots(session_id, Fence(1, ""), 1),
+    "delete": lambda store, session_id: store.delete(session_id),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    "session_id",
+    ["ses_" + "a" * 39, "", "ses_" + "a" * 39 + "\n", "ses_" + "1" * 39],
+    ids=["absent", "empty", "newline", "alphabet"],
+)
+def test_every_call_names_an_unknown_session(any_store: Store, call: str, session_id: str) -> None:
+    with pytest.raises(SessionNotFound):
+        CALLS[call](any_store, session_id)
+
+
+def test_a_commit_must_make_sense() -> None:
+    commit = Commit(session_id="", fence=Fence(1, ""), revision=0, expected_head=3, cursor=make_cursor())
+    with pytest.raises(ValueError, match="go together"):
+        replace(commit, key="key")
+    with pytest.raises(ValueError, match="does not follow"):
+        replace(commit, chunk=make_chunk(MemoryStore(), new_session_id(), 3))
+
+
+def test_session_ids_are_distinct_and_carry_their_lineage() -> None:
+    ids = {new_session_id() for _ in range(100)}
+    assert len({lineage_of(session_id) for session_id in ids}) == 100
+    parent = ids.pop()
+    assert lineage_of(new_session_id(lineage_of(parent))) == lineage_of(parent)
+
+
+def test_a_full_server_refuses_writes_and_still_frees(redis_server: str) -> None:
+    probe = RedisProbe(redis_server)
+    store = probe.store
+    session_id = make_session(store)
+    fence = store.open(session_id)
+    commit = replace(step(store, session_id, fence, 0), snapshot=make_snapshot(store, session_id, 1.0))
+    store.commit(commit)
+    try:
+        probe.raw.config_set("maxmemory", 1)
+        with pytest.raises(StoreFull):
+            store.put(session_id, [b"more"])
+        with pytest.raises(StoreFull):
+            store.commit(Commit(session_id=session_id, fence=fence, revision=0, expected_head=0, cursor=make_cursor()))
+        assert store.chunk(session_id, 0) == commit.chunk
+        store.prune_snapshots(session_id, fence, 0)
+        store.delete(session_id)
+    finally:
+        probe.raw.config_set("maxmemory", 0)
+    assert probe.keys() == set()
+    probe.close()
+
+
+@pytest.mark.parametrize("policy", ["allkeys-lru", "volatile-ttl"])
+def test_a_server_that_evicts_is_unsuitable(redis_server: str, policy: str) -> None:
+    probe = RedisProbe(redis_server)
+    try:
+        probe.raw.config_set("maxmemory-policy", policy)
+        with pytest.raises(StoreUnsuitable, match=policy):
+            probe.store.check()
+    finally:
+        probe.raw.config_set("maxmemory-policy", "noeviction")
+    assert probe.store.check().server == "redis"
+    probe.close()
+
+
+@pytest.mark.parametrize(
+    ("appendonly", "fsync", "durability"),
+    [("yes", "always", "strict"), ("yes", "everysec", "relaxed"), ("no", "always", "none")],
+)
+def test_durability_is_told_as_it_is(redis_server: str, appendonly: str, fsync: str, durability: str) -> None:
+    probe = RedisProbe(redis_server)
+    try:
+        probe.raw.config_set("appendonly", appendonly)
+        probe.raw.config_set("appendfsync", fsync)
+        assert probe.store.check().durability == durability
+    finally:
+        probe.raw.config_set("appendonly", "no")
+    probe.close()
+
+
+def test_a_server_that_is_not_there_is_unavailable(tmp_path: Path) -> None:
+    store = RedisStore(f"unix://{tmp_path}/none", timeout=0.5)
+    with pytest.raises(StoreUnavailable):
+        store.read(new_session_id())
+    with pytest.raises(StoreUnavailable):
+        store.put(new_session_id(), [b"data"])
+
+
+def test_scripts_survive_being_flushed(redis_server: str) -> None:
+    probe = RedisProbe(redis_server)
+    session_id = make_session(probe.store)
+    probe.raw.script_flush()
+    probe.store.commit(step(probe.store, session_id, probe.store.open(session_id), 0))
+    assert probe.store.read(session_id)[1].chunk == 0
+    probe.close()
+
+
+def test_a_closed_connection_is_replaced_and_nothing_is_applied_twice(redis_server: str) -> None:
+    probe = RedisProbe(redis_server)
+    session_id = make_session(probe.store)
+    tokens = [probe.store.open(session_id).token]
+    probe.raw.client_kill_filter(_type="normal", skipme=True)
+    while len(tokens) < 3:
+        with contextlib.suppress(StoreUnavailable):
+            tokens.append(probe.store.open(session_id).token)
+    assert tokens == [1, 2, 3]
+    probe.close()
+
+
+def test_large_values_are_sent_without_a_copy() -> None:
+    data = memoryview(bytearray(10_000))
+    packed = PythonRespSerializer(6000, _to_bytes).pack("SET", "key", data, "PX", 600)
+    assert any(part is data for part in packed)
+    assert b"".join(packed).startswith(b"*5\r\n$3\r\nSET\r\n$3\r\nkey\r\n$10000\r\n")
+
+
+TENSORS = {
+    "blocks.0.kv": torch.randn(2, 3, 5),
+    "odd": torch.arange(7, dtype=torch.uint8),
+    "half": torch.randn(3, 1).half(),
+    "brain": torch.randn(5).bfloat16(),
+    "count": torch.tensor(-(2**60)),
+    "empty": torch.empty(0, 4),
+    "flag": torch.tensor([True, False, True]),
+    "view": torch.randn(4, 6).T[1:],
+    "large": torch.randint(0, 255, (MAX_BLOB + 17,), dtype=torch.uint8),
+    "last": torch.randn(1).double(),
+}
+
+
+def test_tensors_come_back_bit_by_bit(any_store: Store) -> None:
+    session_id = new_session_id()
+    arena = save_tensors(any_store, session_id, TENSORS)
+    found = load_tensors(any_store, session_id, arena)
+    assert list(found) == list(TENSORS)
+    for name, tensor in TENSORS.items():
+        assert found[name].dtype == tensor.dtype
+        assert found[name].is_contiguous()
+        assert torch.equal(found[name], tensor)
+    assert load_tensors(any_store, session_id, save_tensors(any_store, session_id, {})) == {}
+
+
+def test_loaded_tensors_share_no_memory(any_store: Store) -> None:
+    session_id = new_session_id()
+    arena = save_tensors(any_store, session_id, {"a": torch.zeros(3), "b": torch.zeros(3)})
+    found = load_tensors(any_store, session_id, arena)
+    found["a"].fill_(7)
+    assert torch.equal(found["b"], torch.zeros(3))
+    assert torch.equal(load_tensors(any_store, session_id, arena)["a"], torch.zeros(3))
+
+
+def test_packing_takes_a_copy() -> None:
+    tensor = torch.zeros(4)
+    refs, blobs = pack({"a": tensor})
+    tensor.fill_(1)
+    assert torch.equal(unpack(Arena(refs, ()), [bytes(blob) for blob in blobs])["a"], torch.zeros(4))
+
+
+def test_a_large_tensor_keeps_its_blobs_wherever_it_moves() -> None:
+    store, session_id = MemoryStore(), new_session_id()
+    small, frame = torch.randn(3), torch.randn(MAX_BLOB // 2)
+    first = save_tensors(store, session_id, {"window.1.k": small, "window.2.k": frame})
+    moved = save_tensors(store, session_id, {"window.1.k": frame, "window.2.k": small.double()})
+    assert set(first.blobs[1:]) == set(moved.blobs[:-1])
+
+
+@pytest.mark.parametrize("size", [0, 1, MAX_BLOB, MAX_BLOB + 1])
+def test_files_of_any_size_come_back(any_store: Store, size: int) -> None:
+    session_id, data = new_session_id(), (b"0123456789a" * (size // 11 + 1))[:size]
+    assert load_file(any_store, session_id, save_file(any_store, session_id, data)) == data
+
+
+def test_a_file_of_another_size_is_refused(any_store: Store) -> None:
+    session_id = new_session_id()
+    file = save_file(any_store, session_id, b"media")
+    with pytest.raises(SchemaError):
+        load_file(any_store, session_id, File(6, file.blobs))
+
+
+def ref(dtype: str = "F32", shape: tuple[int, ...] = (2,), start: int = 0, stop: int = 8) -> TensorRef:
+    return TensorRef("a", dtype, shape, start, stop)
+
+
+BAD_LAYOUTS = {
+    "unknown dtype": (ref("F8"),),
+    "negative sides": (ref(shape=(-1, -2)),),
+    "shape too large": (ref(shape=(1 << 40, 1 << 40)),),
+    "range too short": (ref(stop=4),),
+    "range elsewhere": (ref(start=8, stop=16),),
+    "gap": (ref("U8", (2,), 0, 2), ref("U8", (4,), 4, 8)),
+    "bytes left over": (ref("U8", (4,), 0, 4),),
+    "same name twice": (ref("U8", (4,), 0, 4), ref("U8", (4,), 4, 8)),
+    "nothing": (),
+}
+
+
+@pytest.mark.parametrize("name", BAD_LAYOUTS)
+def test_an_arena_that_does_not_fit_its_bytes_is_refused(name: str) -> None:
+    with pytest.raises(SchemaError):
+        unpack(Arena(BAD_LAYOUTS[name], ()), [bytes(8)])
+
+
+def test_other_dtypes_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="complex64"):
+        pack({"a": torch.zeros(2, dtype=torch.complex64)})
