@@ -17,7 +17,6 @@ PROBLEMS: dict[str, tuple[HTTPStatus, str]] = {
         HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
         "The body has another media type than this route takes",
     ),
-    "not_acceptable": (HTTPStatus.NOT_ACCEPTABLE, "None of the accepted media types can be produced"),
     "payload_too_large": (HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "The body is larger than this server takes"),
     "image_invalid": (HTTPStatus.UNPROCESSABLE_ENTITY, "The first frame is not a readable image"),
     "image_too_large": (HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "The image has more pixels than this server takes"),
@@ -87,7 +86,7 @@ class ProblemError(Exception):
         retry_after: int | None = None,
         extra: Mapping[str, int] | None = None,
     ) -> None:
-        super().__init__(detail)
+        super().__init__(detail if field is None else f"{field}: {detail}")
         self.code = code
         self.detail = detail
         self.field = field

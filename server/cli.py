@@ -8,7 +8,7 @@ from typing import Annotated
 import httpx
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.markup import escape
 
 from longtake.api_schemas.problems import ProblemError
 from longtake.server.client import Client, ServerProblem
@@ -96,21 +96,21 @@ def generate(
 
     with _friendly():
         walk = Walk(image, session, trajectory, actions, frames, prompt, seed, intrinsics, intrinsics_size, pad, output)
+        where = "".join(f" {name} {value}" for name, value in (("--server", server), ("--data-dir", data_dir)) if value)
         with _client(server, data_dir) as client:
-            run_walk(client, walk, console)
+            session = run_walk(client, walk, console)
+        again = f"go on with: longtake generate --session {session}{where} --actions w-24"
+        console.print(again, highlight=False, markup=False, soft_wrap=True)
 
 
 @sessions_app.command("ls")
 def list_sessions(server: ServerOption = None, data_dir: DataDirOption = None) -> None:
     """List sessions, newest first."""
     with _friendly(), _client(server, data_dir) as client:
-        table = Table("session", "model", "created", "chunks", "pending", "prompt", box=None)
         for found in client.sessions():
-            created = f"{found.created_at:%Y-%m-%d %H:%M:%S}"
-            table.add_row(
-                found.id, found.model, created, str(found.next_chunk), str(found.pending_poses), found.prompt[:40]
-            )
-        console.print(table, soft_wrap=True)
+            counts = f"{found.next_chunk:>5} chunks {found.pending_poses:>2} pending"
+            line = f"{found.id}  {found.created_at:%Y-%m-%d %H:%M:%S}  {found.model}  {counts}  {found.prompt[:40]}"
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 @sessions_app.command("show")
@@ -156,8 +156,16 @@ def _friendly() -> Iterator[None]:
 
     try:
         yield
-    except (ServerProblem, ProblemError, ServerDiedError, DemoFailedError, OSError, httpx.HTTPError, *START_ERRORS) as error:
-        console.print(f"[red]error:[/] {error}", highlight=False, soft_wrap=True)
+    except (
+        ServerProblem,
+        ProblemError,
+        ServerDiedError,
+        DemoFailedError,
+        OSError,
+        httpx.HTTPError,
+        *START_ERRORS,
+    ) as error:
+        console.print("[red]error:[/] " + escape(str(error)), highlight=False, soft_wrap=True)
         raise typer.Exit(1) from error
 
 

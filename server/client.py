@@ -38,6 +38,10 @@ class Client:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the connection."""
         self._http.close()
 
     def models(self) -> ModelList:

@@ -76,9 +76,11 @@ def _on_problem(_: Request, error: Exception) -> Response:
     return render(error)
 
 
-def _on_invalid(_: Request, error: Exception) -> Response:
+def _on_invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     found = error.errors()
+    if found and found[0]["loc"] == ("body",) and "json" not in request.headers.get("content-type", ""):
+        return render(ProblemError("unsupported_media_type", "send Content-Type: application/json"))
     if found and found[0]["type"] == "json_invalid":
         return render(ProblemError("malformed_json", "the body is not JSON"))
     problem = ProblemError("invalid_request", "some fields are not valid").problem()

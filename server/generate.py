@@ -1,5 +1,6 @@
 """`longtake generate`: walk a session along a trajectory file or a string of actions, chunk by chunk."""
 
+import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -83,20 +83,20 @@ class CameraPath:
         return rows
 
 
-def run_walk(client: Client, walk: Walk, console: Console) -> None:
-    """Create or find the session, post the camera chunk by chunk, write the video, and say how to go on."""
+def run_walk(client: Client, walk: Walk, console: Console) -> str:
+    """Create or find the session, post the camera chunk by chunk, and write the video; returns the session's id."""
     path = read_path(walk)
     session = client.session(walk.session) if walk.session else client.create(new_session(walk, path.intrinsics))
     console.print(f"session {session.id}", soft_wrap=True)
     for warning in session.warnings:
-        console.print(f"[yellow]warning:[/] {warning}")
+        console.print(f"[yellow]warning:[/] {warning}", soft_wrap=True)
     answer = post_cameras(client, session, path.cameras(session, walk.frames), pad=walk.pad, console=console)
     if answer.next_chunk:
         client.save_video(session.id, walk.output)
         console.print(f"{walk.output}: {answer.next_chunk * CHUNK_FRAMES} frames", highlight=False)
     if answer.pending_poses:
         console.print(f"{answer.pending_poses} poses wait for a whole chunk of {CHUNK_FRAMES}; --pad fills it")
-    console.print(f"go on with: longtake generate --session {session.id} --actions w-24", soft_wrap=True)
+    return session.id
 
 
 def read_path(walk: Walk) -> CameraPath:
@@ -111,20 +111,21 @@ def read_path(walk: Walk) -> CameraPath:
 def new_session(walk: Walk, intrinsics: Matrix | None) -> CreateSession:
     """The session to create from the image."""
     assert walk.image is not None
-    size = None if walk.intrinsics_size is None else walk.intrinsics_size.lower().split("x")
-    try:
-        return CreateSession.model_validate(
-            {
-                "image": image_url(walk.image),
-                "prompt": walk.prompt,
-                "seed": walk.seed,
-                "intrinsics": None if intrinsics is None else intrinsics[0].tolist(),
-                "intrinsics_size": size,
-            }
-        )
-    except ValidationError as error:
-        field = ".".join(map(str, error.errors()[0]["loc"])) or "intrinsics_size"
-        raise ProblemError("invalid_request", error.errors()[0]["msg"], field) from error
+    return CreateSession(
+        image=image_url(walk.image),
+        prompt=walk.prompt,
+        seed=walk.seed,
+        intrinsics=None if intrinsics is None else tuple(intrinsics[0].tolist()),
+        intrinsics_size=None if walk.intrinsics_size is None else read_size(walk.intrinsics_size),
+    )
+
+
+def read_size(text: str) -> tuple[int, int]:
+    """`832x480` as (832, 480). Raises `ProblemError`."""
+    found = re.fullmatch(r"(\d{1,5})[xX](\d{1,5})", text, re.ASCII)
+    if found is None:
+        raise ProblemError("invalid_request", "give WIDTHxHEIGHT, such as 832x480", "intrinsics_size")
+    return int(found[1]), int(found[2])
 
 
 def read_intrinsics(text: str) -> Matrix:
@@ -154,8 +155,8 @@ def post_cameras(
             answer = client.advance(session.id, PostChunks(camera=camera, pad=pad and last), secrets.token_urlsafe(16))
             for chunk in answer.data:
                 spent = "  ".join(f"{stage} {ms:.0f} ms" for stage, ms in chunk.timings_ms.items())
-                progress.console.print(f"chunk {chunk.index}: {spent}", highlight=False)
+                progress.console.print(f"chunk {chunk.index}: {spent}", highlight=False, soft_wrap=True)
                 for warning in chunk.warnings:
-                    progress.console.print(f"[yellow]warning:[/] {warning}")
+                    progress.console.print(f"[yellow]warning:[/] {warning}", soft_wrap=True)
             progress.advance(task)
     return answer

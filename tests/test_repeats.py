@@ -74,9 +74,7 @@ async def test_creation_is_repeated_too(http: httpx.AsyncClient) -> None:
 
 
 @pytest.mark.parametrize(("field", "stale", "right"), [("expected_chunk", 0, 1), ("expected_frame", 25, 30)])
-async def test_a_stale_expectation_is_a_conflict(
-    http: httpx.AsyncClient, field: str, stale: int, right: int
-) -> None:
+async def test_a_stale_expectation_is_a_conflict(http: httpx.AsyncClient, field: str, stale: int, right: int) -> None:
     session = await begin(http)
     await post(http, session, path(29))
     refused = await post(http, session, path(24, start=30), **{field: stale})
@@ -114,9 +112,7 @@ class BreakingModel:
     def __getattr__(self, name: str) -> object:
         return getattr(self._model, name)
 
-    def generate(
-        self, conditions: Conditions, state: State, index: int, camera: ChunkCamera, seed: int
-    ) -> ChunkOutput:
+    def generate(self, conditions: Conditions, state: State, index: int, camera: ChunkCamera, seed: int) -> ChunkOutput:
         self._breaking.tick(MemoryError("no memory left on the device"))
         return self._model.generate(conditions, state, index, camera, seed)
 

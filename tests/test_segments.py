@@ -14,7 +14,13 @@ import torch
 
 from longtake.server.model.vae import TINY_VAE, CausalVideoVAE, init_untrained, to_uint8
 from longtake.server.video import segments
-from longtake.server.video.segments import Segment, encode_segment, join
+from longtake.server.video.segments import Segment, encode_segment, from_zero
+
+
+def join(init: bytes, medias: list[bytes]) -> bytes:
+    """One file of consecutive chunks."""
+    return b"".join([init, *medias])
+
 
 Take = tuple[list[np.ndarray], list[Segment]]
 
@@ -216,3 +222,13 @@ def test_a_failing_encoder_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) 
         encode_segment(waves(), 0)
     gc.collect()
     assert [file() for file in files] == [None]
+
+
+def test_one_chunk_from_zero_starts_and_ends_like_a_clip_of_its_own() -> None:
+    segment = encode_segment(waves(), 5)
+    file = from_zero(segment.init + segment.media)
+    frames, times = read(file)
+    assert times == [Fraction(frame, 16) for frame in range(FRAMES)]
+    assert (frames == read(segment.init + segment.media)[0]).all()
+    with av.open(io.BytesIO(file)) as container:
+        assert container.duration == 1_500_000

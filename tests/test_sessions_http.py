@@ -174,9 +174,7 @@ async def test_models_health_and_readiness(http: httpx.AsyncClient) -> None:
 
 async def test_the_schema_names_every_route(http: httpx.AsyncClient) -> None:
     schema = (await http.get("/openapi.json")).json()
-    operations = {
-        operation["operationId"] for methods in schema["paths"].values() for operation in methods.values()
-    }
+    operations = {operation["operationId"] for methods in schema["paths"].values() for operation in methods.values()}
     assert operations == {
         "createSession", "listSessions", "getSession", "deleteSession", "getSessionVideo",
         "postChunks", "listChunks", "getChunk", "getChunkVideo", "getChunkFrames",

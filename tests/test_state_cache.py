@@ -1,6 +1,10 @@
 import contextlib
+import select
+import socket
+import socketserver
+import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -57,6 +61,35 @@ def step(store: Store, session_id: str, fence: Fence, index: int, *, seed: int |
         cursor=make_cursor(f"after {index}"),
         chunk=make_chunk(store, session_id, index, seed=seed),
     )
+
+
+class LosesAnswers(socketserver.BaseRequestHandler):
+    """Passes everything on, but closes the connection in place of a script's answer."""
+
+    target: str
+
+    def handle(self) -> None:
+        asked = False
+        with socket.socket(socket.AF_UNIX) as server:
+            server.connect(self.target)
+            while data := (source := select.select([self.request, server], [], [])[0][0]).recv(1 << 16):
+                asked = asked or (source is self.request and b"EVALSHA" in data)
+                if source is server and asked:
+                    return
+                (server if source is self.request else self.request).sendall(data)
+
+
+@contextlib.contextmanager
+def lossy_proxy(target: str) -> Iterator[str]:
+    """Path of a socket that leads to the server at `target`, losing what scripts answer."""
+    handler = type("Handler", (LosesAnswers,), {"target": target})
+    with (
+        tempfile.TemporaryDirectory(prefix="lt-") as folder,
+        socketserver.ThreadingUnixStreamServer(f"{folder}/s", handler) as proxy,
+    ):
+        threading.Thread(target=proxy.serve_forever, args=(0.01,)).start()
+        yield f"{folder}/s"
+        proxy.shutdown()
 
 
 def request(fingerprint: str, *, done: bool) -> RequestRecord:
@@ -246,6 +279,16 @@ def test_an_orphan_blob_goes_away_and_a_committed_one_stays(probe: Probe) -> Non
     assert probe.lifetime(session_id, ref) is None
     assert store.put(session_id, [b"segment 0"]) == (ref,)
     assert probe.lifetime(session_id, ref) is None
+
+
+def test_a_blob_committed_while_it_is_put_again_stays(redis_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    probe = RedisProbe(redis_server)
+    store, session_id = probe.store, make_session(probe.store)
+    store.commit(step(store, session_id, store.open(session_id), 0))
+    monkeypatch.setattr(store, "_present", lambda _: [])
+    (ref,) = store.put(session_id, [b"segment 0"])
+    assert probe.lifetime(session_id, ref) is None
+    probe.close()
 
 
 def test_an_orphan_put_again_lives_longer(probe: Probe) -> None:
@@ -528,16 +571,25 @@ def test_scripts_survive_being_flushed(redis_server: str) -> None:
     probe.close()
 
 
-def test_a_closed_connection_is_replaced_and_nothing_is_applied_twice(redis_server: str) -> None:
+def test_a_closed_connection_is_replaced(redis_server: str) -> None:
     probe = RedisProbe(redis_server)
     session_id = make_session(probe.store)
-    tokens = [probe.store.open(session_id).token]
     probe.raw.client_kill_filter(_type="normal", skipme=True)
-    while len(tokens) < 3:
-        with contextlib.suppress(StoreUnavailable):
-            tokens.append(probe.store.open(session_id).token)
-    assert tokens == [1, 2, 3]
+    assert probe.store.read(session_id)[0].id == session_id
     probe.close()
+
+
+def test_a_step_whose_answer_is_lost_is_not_repeated(redis_server: str) -> None:
+    direct = RedisProbe(redis_server)
+    session_id = make_session(direct.store)
+    assert direct.store.open(session_id).token == 1
+    with lossy_proxy(redis_server.removeprefix("unix://")) as proxy:
+        store = RedisStore(f"unix://{proxy}", direct.prefix)
+        with pytest.raises(StoreUnavailable):
+            store.open(session_id)
+        store.close()
+    assert direct.store.open(session_id).token == 3
+    direct.close()
 
 
 def test_large_values_are_sent_without_a_copy() -> None:

@@ -40,6 +40,11 @@ class Engine:
         """The model, as clients see it."""
         return model_view(self._model)
 
+    @property
+    def free_places(self) -> int:
+        """Requests that would be admitted now."""
+        return self._workers.free_places
+
     async def create(self, request: CreateSession, key: str | None) -> tuple[Session, bool]:
         """A new session, or the one an earlier request with this key made (then True)."""
         return await self._creator.create(request, key)

@@ -61,6 +61,7 @@ def publish(store: Store, position: Position, plan: ChunkPlan, output: ChunkOutp
     timings = {"queue": making.queue_ms, **output.timings_ms}
     with _timed(timings, "encode"):
         segment = encode_segment(output.frames, index, making.fps)
+        shown = frames_digest(output.frames)
     with _timed(timings, "snapshot"):
         latents = save_tensors(store, session_id, {"latents": output.latents})
         video = save_file(store, session_id, segment.init + segment.media)
@@ -76,7 +77,7 @@ def publish(store: Store, position: Position, plan: ChunkPlan, output: ChunkOutp
         latents=latents,
         segment=video,
         init_size=len(segment.init),
-        frames_digest=frames_digest(output.frames),
+        frames_digest=shown,
         state_digest=digest,
         timings_ms={stage: round(ms, 3) for stage, ms in timings.items()},
         warnings=plan.warnings,

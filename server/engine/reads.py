@@ -12,6 +12,7 @@ from longtake.server.engine.views import chunk_view, session_view
 from longtake.server.engine.workers import Workers
 from longtake.server.model.world import Conditions, WorldModel
 from longtake.server.video.images import frames_digest, png_zip
+from longtake.server.video.segments import from_zero
 from longtake.state_cache import ChunkRecord, StoreStatus, load_file, load_tensors
 
 
@@ -51,7 +52,7 @@ class Reader:
     async def chunk_video(self, session_id: str, index: int) -> bytes:
         """One chunk as an MP4 that plays by itself."""
         record = await self._calls.call(self._store.chunk, session_id, index)
-        return await self._segment(session_id, record)
+        return from_zero(await self._segment(session_id, record))
 
     async def video(self, session_id: str) -> tuple[int, AsyncIterator[bytes]]:
         """Everything so far as one MP4: its size and its pieces. Raises `chunk_not_found` while there is none."""

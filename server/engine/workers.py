@@ -22,6 +22,11 @@ class Workers:
         self._places = queue_size
         self._open = True
 
+    @property
+    def free_places(self) -> int:
+        """Requests that would be admitted now."""
+        return self._places if self._open else 0
+
     @contextmanager
     def admitted(self) -> Iterator[None]:
         """A place for one request while it waits and runs. Raises `queue_full` or `shutting_down`."""

@@ -8,7 +8,7 @@ init + media_k.
 
 import io
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -73,9 +73,11 @@ def encode_segment(frames: NDArray[np.uint8], chunk_index: int, fps: int = 16) -
     return Segment(bytes(data[:cut]), bytes(data[cut:]))
 
 
-def join(init: bytes, medias: Iterable[bytes]) -> bytes:
-    """One MP4 file of consecutive chunks (any first one)."""
-    return b"".join([init, *medias])
+def from_zero(file: bytes) -> bytes:
+    """`init + media` of one chunk with its time set back to zero, so that players show it from its start."""
+    data = bytearray(file)
+    _place(data, sequence=1, ticks=0)
+    return bytes(data)
 
 
 def _mux(frames: NDArray[np.uint8], fps: int) -> bytes:

@@ -1,0 +1,99 @@
+"""What the server adds to a chunk beyond queue, model, encode, snapshot upload and commit; a row for RESULTS.md.
+
+Starts a server of its own, checks that a resumed take gives the same digests, then posts one chunk at a time.
+"""
+
+import argparse
+import os
+import platform
+import secrets
+import statistics
+import subprocess
+import tempfile
+import time
+from datetime import UTC, datetime
+from importlib.resources import as_file, files
+from pathlib import Path
+
+import httpx
+
+from longtake.api_schemas.camera import Camera
+from longtake.api_schemas.resources import Advanced, CreateSession, PostChunks
+from longtake.server.client import Client, image_url
+from longtake.server.private import private_server
+
+STAGES = ("queue", "condition", "denoise", "decode", "encode", "snapshot")
+RESULTS = Path(__file__).parent / "RESULTS.md"
+
+
+def main() -> None:
+    """Measure and print; with --record also append the row."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--chunks", type=int, default=60)
+    parser.add_argument("--record", action="store_true", help="append the row to benchmarks/RESULTS.md")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, private_server(Path(folder)) as server, Client(server.url) as client:
+        session = begin(client)
+        check(client, session)
+        overheads, commits = measure(server.url, session, arguments.chunks)
+    row = results_row(overheads, commits)
+    print(row)
+    if arguments.record:
+        with RESULTS.open("a") as file:
+            file.write(row + "\n")
+
+
+def begin(client: Client) -> str:
+    """A session from the shipped first frame."""
+    with as_file(files("longtake.server") / "assets") as assets:
+        return client.create(CreateSession(image=image_url(assets / "courtyard.png"), seed=7)).id
+
+
+def check(client: Client, session: str) -> None:
+    """Two chunks in one request and in two are the same bits; otherwise there is nothing to measure."""
+    whole = client.advance(session, walk(48)).data
+    other = begin(client)
+    halves = client.advance(other, walk(24)).data + client.advance(other, walk(24)).data
+    assert [chunk.state_digest for chunk in whole] == [chunk.state_digest for chunk in halves]
+
+
+def walk(frames: int) -> PostChunks:
+    """A camera that walks forward."""
+    return PostChunks(camera=Camera.model_validate({"actions": f"w-{frames}"}))
+
+
+def measure(url: str, session: str, chunks: int) -> tuple[list[float], list[float]]:
+    """Milliseconds beyond the stages, and in the commit, of every request for one chunk."""
+    overheads, commits = [], []
+    body = walk(24).model_dump_json(exclude_none=True)
+    with httpx.Client(base_url=url, timeout=60) as http:
+        for _ in range(chunks):
+            headers = {"Content-Type": "application/json", "Idempotency-Key": secrets.token_hex(8)}
+            started = time.perf_counter()
+            answer = http.post(f"/v1/sessions/{session}/chunks", content=body, headers=headers)
+            total = (time.perf_counter() - started) * 1e3
+            (chunk,) = Advanced.model_validate_json(answer.content).data
+            commit = float(answer.headers["Server-Timing"].split("dur=")[1])
+            overheads.append(total - commit - sum(chunk.timings_ms[stage] for stage in STAGES))
+            commits.append(commit)
+    return overheads, commits
+
+
+def results_row(overheads: list[float], commits: list[float]) -> str:
+    """The row: date, commit, hardware, shape, number, floor."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    deciles = statistics.quantiles(overheads, n=10)
+    number = f"p50 {statistics.median(overheads):.1f} ms, p90 {deciles[-1]:.1f} ms (commit p50 {statistics.median(commits):.1f} ms)"
+    cells = (
+        f"{datetime.now(UTC):%Y-%m-%d}",
+        commit.stdout.strip() or "?",
+        f"{os.cpu_count()} cores {platform.machine()}",
+        f"server overhead beyond queue, model, encode, snapshot and commit; tiny-untrained, 1 chunk a request, {len(overheads)} requests",
+        number,
+        "0",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    main()

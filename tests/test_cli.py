@@ -1,0 +1,100 @@
+"""The command line, run as a user runs it: processes, files and videos."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+from server_fixtures import path, picture
+
+from longtake.server.private import private_server
+
+
+def longtake(*arguments: str, cwd: Path, fails: bool = False) -> str:
+    """Run a command; returns what it printed."""
+    command = [sys.executable, "-m", "longtake.server", *arguments]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode != 0) == fails, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout
+
+
+def frames(video: Path) -> int:
+    with av.open(str(video)) as container:
+        return sum(1 for _ in container.decode(video=0))
+
+
+def test_the_demo_resumes_and_leaves_a_video(tmp_path: Path) -> None:
+    said = longtake("demo", "-o", "here", cwd=tmp_path)
+    assert "killed the server (SIGKILL)" in said
+    assert "same digests" in said
+    assert frames(tmp_path / "here" / "take.mp4") == 72
+    assert "serve --data-dir here/data" in said
+    session = re.search(r"session (ses_\w+)", said)
+    assert session is not None
+    assert f"curl http://127.0.0.1:8000/v1/sessions/{session[1]}" in said
+    assert session[1] in longtake("sessions", "ls", "--data-dir", "here/data", cwd=tmp_path)
+
+
+def test_generate_and_go_on_and_drop(tmp_path: Path) -> None:
+    (tmp_path / "first.png").write_bytes(picture(400, 300))
+    np.save(tmp_path / "path.npy", np.array(path(80, start=0)))
+    np.save(tmp_path / "k.npy", np.tile([300.0, 300, 200, 150], (80, 1)))
+    with private_server(tmp_path / "data") as server:
+        here = ("--server", server.url)
+        begin = ("generate", "first.png", "--trajectory", "path.npy", "--intrinsics", "k.npy", "--frames", "30")
+        said = longtake(*begin, "--seed", "7", "-o", "a.mp4", *here, cwd=tmp_path)
+        assert "chunk 0: queue" in said
+        assert "6 poses wait" in said
+        assert frames(tmp_path / "a.mp4") == 24
+        session = re.findall(r"session (ses_\w+)", said)[0]
+        longtake("generate", "--session", session, "--trajectory", "path.npy", "-o", "b.mp4", *here, cwd=tmp_path)
+        assert frames(tmp_path / "b.mp4") == 72
+        longtake("generate", "--session", session, "--actions", "a-30", "--pad", "-o", "b.mp4", *here, cwd=tmp_path)
+        assert frames(tmp_path / "b.mp4") == 120
+        assert '"next_chunk": 5' in longtake("sessions", "show", session, *here, cwd=tmp_path)
+        assert session in longtake("sessions", "ls", *here, cwd=tmp_path)
+        longtake("sessions", "rm", session, *here, cwd=tmp_path)
+        assert session not in longtake("sessions", "ls", *here, cwd=tmp_path)
+
+
+MISTAKES = {
+    "no camera": (["generate", "first.png"], "give either --trajectory or --actions"),
+    "no image": (["generate", "--actions", "w-24"], "give either an image"),
+    "no such image": (["generate", "none.png", "--actions", "w-24"], "none.png"),
+    "no such file": (["generate", "first.png", "--trajectory", "none.npy"], "none.npy"),
+    "unknown key": (["generate", "first.png", "--actions", "x-24"], "actions: segment 1 has an unknown key"),
+    "odd size": (
+        ["generate", "first.png", "--actions", "w-1", "--intrinsics", "1,1,1,1", "--intrinsics-size", "3"],
+        "intrinsics_size: give",
+    ),
+    "unknown model": (["serve", "--model", "huge", "--data-dir", "data2", "--port", "0"], "tiny-untrained"),
+    "no store there": (["serve", "--state-url", "redis://127.0.0.1:1", "--port", "0"], "error:"),
+    "unknown session": (["sessions", "show", "ses_" + "a" * 39], "session_not_found"),
+}
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> object:
+    with private_server(tmp_path_factory.mktemp("data")) as server:
+        yield server.url
+
+
+@pytest.mark.parametrize(("arguments", "expected"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_mistakes_get_one_clear_line(tmp_path: Path, url: str, arguments: list[str], expected: str) -> None:
+    (tmp_path / "first.png").write_bytes(picture())
+    server = [] if arguments[0] == "serve" else ["--server", url]
+    said = longtake(*arguments, *server, cwd=tmp_path, fails=True)
+    assert said.startswith("error:")
+    assert expected in said
+    assert said.count("\n") == 1
+    assert not list(tmp_path.glob("*.mp4"))
+
+
+def test_a_second_server_on_the_same_data_names_the_first(tmp_path: Path) -> None:
+    with private_server(tmp_path / "data") as server:
+        said = longtake("serve", "--data-dir", "data", "--port", "0", cwd=tmp_path, fails=True)
+    assert str(server.process.pid) in said

@@ -1,0 +1,46 @@
+"""Documentation that can not rot: every problem, setting and command stands in it as it is."""
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from longtake.api_schemas.problems import PROBLEMS
+from longtake.server.cli import app
+from longtake.server.settings import Settings
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def test_every_problem_is_documented_with_its_status() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (\d+) \|", (DOCS / "problems.md").read_text(), re.M)
+    assert dict(rows) == {code: str(int(status)) for code, (status, _) in PROBLEMS.items()}
+
+
+def test_every_problem_is_raised_somewhere() -> None:
+    source = "".join(file.read_text() for file in (DOCS.parent / "server").rglob("*.py"))
+    assert [code for code in PROBLEMS if f'"{code}"' not in source] == []
+
+
+def test_every_setting_is_documented_with_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_DATA_HOME", raising=False)
+    rows = dict(re.findall(r"^\| `(LONGTAKE_\w+)` \| `?([^|`]*?)`? \|", (DOCS / "settings.md").read_text(), re.M))
+    expected = {f"LONGTAKE_{name.upper()}": value for name, value in Settings.model_construct().model_dump().items()}
+    assert rows.keys() == expected.keys()
+    for name, value in expected.items():
+        shown = "unset" if value is None else str(value).replace(str(Path.home()), "~")
+        assert rows[name] == shown, name
+
+
+@pytest.mark.parametrize("command", ["demo", "serve", "generate", "sessions ls", "sessions show", "sessions rm"])
+def test_every_command_explains_itself(command: str) -> None:
+    result = CliRunner().invoke(app, [*command.split(), "--help"])
+    assert result.exit_code == 0
+    assert "Usage:" in result.output
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for page in [DOCS.parent / "README.md", *DOCS.glob("*.md")]:
+        for link in re.findall(r"\]\((?!https?://)([^)#]+)", page.read_text()):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"
