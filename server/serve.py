@@ -47,7 +47,7 @@ def serve(settings: Settings, *, while_stdin_open: bool = False) -> None:
 
 
 def _exit(*_: object) -> None:
-    """Uvicorn drains and then raises the signal again: leave through the `with` blocks, so that everything is closed."""
+    """Leave through the `with` blocks, which close everything: uvicorn drains, then raises the signal again."""
     raise SystemExit(0)
 
 
