@@ -2,12 +2,14 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from longtake.api_schemas.strict import Finite, RequestModel
+from longtake.api_schemas.trajectory import Convention, TrajectoryOptions
 
 MAX_POSES = 4096
 """Poses a request may carry."""
 
-Finite = Annotated[float, Field(allow_inf_nan=False)]
 Row = tuple[Finite, Finite, Finite, Finite]
 Pose = tuple[Row, Row, Row, Row]
 """Camera-to-world matrix, 4x4, row by row."""
@@ -15,32 +17,30 @@ Pose = tuple[Row, Row, Row, Row]
 Intrinsics = tuple[Finite, Finite, Finite, Finite]
 """fx, fy, cx, cy in pixels of the uploaded first frame (or of `intrinsics_size` if the session was created with it)."""
 
-Convention = Literal["opencv", "opengl"]
-"""Camera axes: opencv = x right, y down, z forward; opengl = x right, y up, z backward."""
-
 Controls = Literal["sana-smooth", "sana-legacy"]
 """Meaning of the action keys: sana-smooth eases and turns with a/d, sana-legacy strafes with a/d at constant speed."""
 
 
-class Camera(BaseModel):
-    """Camera of the new frames, one pose a frame: either `poses` or `actions`."""
+class Camera(RequestModel):
+    """Camera of the new frames, one pose a frame: `poses`, `actions`, or the `trajectory` of an uploaded file."""
 
-    model_config = ConfigDict(extra="forbid")
-
-    poses: Annotated[list[Pose], Field(min_length=1, max_length=MAX_POSES)] | None = Field(
+    poses: Annotated[list[Pose], Field(min_length=1, max_length=MAX_POSES, fail_fast=True)] | None = Field(
         None, description="Camera-to-world matrices of the new frames, in the world of the session's `first_pose`."
     )
     actions: Annotated[str, Field(min_length=1, max_length=65_536)] | None = Field(
         None, description="Comma-separated `keys-frames`, for example `w-24,dw-12,none-12`.", examples=["w-48"]
     )
+    trajectory: TrajectoryOptions | None = Field(
+        None, description="How to read the file in the part `trajectory` of a multipart request."
+    )
     convention: Convention = Field("opencv", description="Camera axes of `poses`.")
     controls: Controls = Field("sana-smooth", description="Meaning of the keys in `actions`.")
-    intrinsics: Intrinsics | Annotated[list[Intrinsics], Field(min_length=1, max_length=MAX_POSES)] | None = Field(
-        None, description="One for all new frames or one a frame; the session's own when left out."
-    )
+    intrinsics: (
+        Intrinsics | Annotated[list[Intrinsics], Field(min_length=1, max_length=MAX_POSES, fail_fast=True)] | None
+    ) = Field(None, description="One for all new frames or one a frame; the session's own when left out.")
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        if (self.poses is None) == (self.actions is None):
-            raise ValueError("give either poses or actions")
+        if sum(each is not None for each in (self.poses, self.actions, self.trajectory)) != 1:
+            raise ValueError("give one of poses, actions and trajectory")
         return self

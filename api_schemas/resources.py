@@ -3,9 +3,11 @@
 from datetime import datetime
 from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
-from longtake.api_schemas.camera import Camera, Convention, Intrinsics, Pose
+from longtake.api_schemas.camera import Camera, Intrinsics, Pose
+from longtake.api_schemas.strict import RequestModel, Whole
+from longtake.api_schemas.trajectory import Convention, ResolvedTrajectory
 
 MAX_SEED = 2**63 - 1
 
@@ -44,20 +46,23 @@ class ModelList(BaseModel):
     data: list[Model]
 
 
-class CreateSession(BaseModel):
+class CreateSession(RequestModel):
     """A new take: a first frame, a prompt and how the camera stands."""
 
-    model_config = ConfigDict(extra="forbid")
-
-    image: str = Field(
-        description="First frame as a data URL (PNG, JPEG or WebP), base64.", examples=["data:image/png;base64,…"]
+    image: str | None = Field(
+        None,
+        description="First frame as a data URL (PNG, JPEG or WebP), base64; or the part `image` of a multipart body.",
+        examples=["data:image/png;base64,…"],
     )
     prompt: str = Field("", max_length=4000)
     model: str | None = Field(None, description="Id from `/v1/models`; the server's only one when left out.")
-    seed: int | None = Field(None, ge=0, le=MAX_SEED, description="Drawn by the server when left out.")
+    seed: Whole | None = Field(None, ge=0, le=MAX_SEED, description="Drawn by the server when left out.")
     intrinsics: Intrinsics | None = Field(None, description="fx, fy, cx, cy; a 60° wide centred camera when left out.")
-    intrinsics_size: tuple[Annotated[int, Field(gt=0, le=65536)], Annotated[int, Field(gt=0, le=65536)]] | None = Field(
-        None, description="[width, height] that `intrinsics` belong to, when not those of the image."
+    intrinsics_size: tuple[Annotated[Whole, Field(gt=0, le=65536)], Annotated[Whole, Field(gt=0, le=65536)]] | None = (
+        Field(None, description="[width, height] that `intrinsics` belong to, when not those of the image.")
+    )
+    ttl_s: Whole | None = Field(
+        None, ge=60, le=10 * 365 * 86400, description="Seconds without a request after which the session goes."
     )
     first_pose: Pose | None = Field(
         None, description="Camera-to-world matrix of the first frame; identity when left out."
@@ -100,17 +105,16 @@ class SessionList(BaseModel):
     next: str | None = Field(description="Value of `after` for the next page; null on the last one.")
 
 
-class PostChunks(BaseModel):
+class PostChunks(RequestModel):
     """Go on with a session: camera of the new frames."""
-
-    model_config = ConfigDict(extra="forbid")
 
     camera: Camera | None = Field(None, description="May be left out when `pad` fills the pending poses.")
     pad: bool = Field(False, description="Hold the last pose until the last chunk is whole.")
-    expected_chunk: int | None = Field(
+    discard_pending: bool = Field(False, description="Drop pending poses before frames are observed.")
+    expected_chunk: Whole | None = Field(
         None, ge=0, description="409 `chunk_conflict` unless this is the session's `next_chunk`."
     )
-    expected_frame: int | None = Field(
+    expected_frame: Whole | None = Field(
         None, ge=1, description="409 `chunk_conflict` unless this is the session's `next_frame`."
     )
 
@@ -125,7 +129,7 @@ class Chunk(BaseModel):
     """24 video frames of a session, committed."""
 
     index: int
-    kind: str = Field(description="`generate`: made by the model.")
+    kind: str = Field(description="`generate`: made by the model; `observe`: absorbed from uploaded frames.")
     frame_start: int = Field(description="Number of the first video frame; frame 0 is the uploaded image.")
     frame_count: int
     frames_digest: str = Field(description="SHA-256 of the raw RGB frames in order.")
@@ -149,6 +153,9 @@ class Advanced(BaseModel):
     pending_poses: int
     next_chunk: int
     next_frame: int
+    frames_used: int | None = Field(None, description="Uploaded frames that were observed.")
+    frames_unused: int | None = Field(None, description="Uploaded frames past whole chunks, which were not kept.")
+    resolved: ResolvedTrajectory | None = Field(None, description="What was understood of the uploaded trajectory.")
 
 
 class Health(BaseModel):

@@ -1,26 +1,33 @@
 """The command line: `longtake demo`, `serve`, `generate`, `sessions`."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Never
 
 import httpx
 import typer
+from pydantic import ValidationError
 from rich.console import Console
 from rich.markup import escape
 
 from longtake.api_schemas.problems import ProblemError
-from longtake.server.client import Client, ServerProblem
+from longtake.client import Client, ServerProblem
 from longtake.server.private import ServerDiedError, private_server
-from longtake.server.settings import Settings
+from longtake.server.settings import Settings, StartError
+from longtake.server.trajectory_cli import trajectory_app
 
 app = typer.Typer(
     help="Serve world models whose takes never have to end.", no_args_is_help=True, pretty_exceptions_enable=False
 )
 sessions_app = typer.Typer(help="Look at sessions and drop them.", no_args_is_help=True)
 app.add_typer(sessions_app, name="sessions")
+app.add_typer(trajectory_app, name="trajectory")
 console = Console()
+
+API_KEY_VARIABLE = "LONGTAKE_API_KEY"
+"""The key that commands call a server with."""
 
 ServerOption = Annotated[
     str | None, typer.Option("--server", help="URL of a running server; without it a private one is started.")
@@ -35,10 +42,13 @@ def demo(
     ),
 ) -> None:
     """Start a take, kill the server, start it again, go on: the same frames, bit for bit."""
-    from longtake.server.demo import run_demo
+    from longtake.server.demo import DemoFailedError, run_demo
 
     with _friendly():
-        run_demo(out, console)
+        try:
+            run_demo(out, console)
+        except DemoFailedError as error:
+            _fail(str(error), error)
 
 
 @app.command()
@@ -50,6 +60,10 @@ def serve(
         str | None, typer.Option(help="redis://, rediss:// or unix:// URL of the session store.")
     ] = None,
     data_dir: DataDirOption = None,
+    device: Annotated[str | None, typer.Option(help="Where the model runs: cpu or cuda.")] = None,
+    insecure: Annotated[
+        bool | None, typer.Option("--insecure", help="Allow a non-loopback address without API keys.")
+    ] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
     while_stdin_open: Annotated[bool, typer.Option("--while-stdin-open", hidden=True)] = False,
 ) -> None:
@@ -62,6 +76,8 @@ def serve(
         "model": model,
         "state_url": state_url,
         "data_dir": data_dir,
+        "device": device,
+        "insecure": insecure,
         "log_level": log_level,
     }
     with _friendly():
@@ -135,14 +151,15 @@ def remove_sessions(
 
 @contextmanager
 def _client(server: str | None, data_dir: Path | None) -> Iterator[Client]:
+    api_key = os.environ.get(API_KEY_VARIABLE)
     if server is not None:
-        with Client(server) as client:
+        with Client(server, api_key=api_key) as client:
             yield client
         return
     with (
         console.status("starting a server") as status,
         private_server(data_dir or Settings().data_dir) as private,
-        Client(private.url) as client,
+        Client(private.url, api_key=api_key) as client,
     ):
         status.stop()
         yield client
@@ -151,22 +168,18 @@ def _client(server: str | None, data_dir: Path | None) -> Iterator[Client]:
 @contextmanager
 def _friendly() -> Iterator[None]:
     """Expected failures end the command with one line instead of a traceback."""
-    from longtake.server.demo import DemoFailedError
-    from longtake.server.engine.start import START_ERRORS
-
     try:
         yield
-    except (
-        ServerProblem,
-        ProblemError,
-        ServerDiedError,
-        DemoFailedError,
-        OSError,
-        httpx.HTTPError,
-        *START_ERRORS,
-    ) as error:
-        console.print("[red]error:[/] " + escape(str(error)), highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        _fail(f"{'.'.join(map(str, first['loc']))}: {first['msg']}", error)
+    except (ServerProblem, ProblemError, ServerDiedError, StartError, OSError, httpx.HTTPError) as error:
+        _fail(str(error), error)
+
+
+def _fail(reason: str, error: Exception) -> Never:
+    console.print("[red]error:[/] " + escape(reason), highlight=False, soft_wrap=True)
+    raise typer.Exit(1) from error
 
 
 def main() -> None:

@@ -9,15 +9,13 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from longtake.api_schemas.camera import Camera
-from longtake.api_schemas.resources import Chunk, CreateSession, PostChunks
+from longtake.api_schemas.resources import Chunk
+from longtake.client import Beginning, Client, Move
 from longtake.server.camera.trajectory import continue_from, load_trajectory
-from longtake.server.client import Client, image_url
 from longtake.server.private import PrivateServer, start_private_server
 
-ACTIONS = "w-24,wd-24"
-PROMPT = "a courtyard with columns at dusk"
-SEED = 7
+BEGINNING: Beginning = {"prompt": "a courtyard with columns at dusk", "seed": 7}
+WALK: Move = {"actions": "w-24,wd-24"}
 
 
 class DemoFailedError(RuntimeError):
@@ -32,16 +30,15 @@ def run_demo(out: Path, console: Console) -> None:
     out.mkdir(parents=True, exist_ok=True)
     data = out / "data"
     with as_file(files("longtake.server") / "assets") as assets:
-        first = CreateSession(image=image_url(assets / "courtyard.png"), prompt=PROMPT, seed=SEED)
+        first = (assets / "courtyard.png").read_bytes()
         path = load_trajectory(assets / "courtyard_path.npy")
-    walk = PostChunks(camera=Camera.model_validate({"actions": ACTIONS}))
-    turn = PostChunks(camera=Camera.model_validate({"poses": continue_from(path, np.eye(4), 49, 24).tolist()}))
+    turn: Move = {"poses": continue_from(path, np.eye(4), 49, 24)}
 
     server = _start(data, console)
     with Client(server.url) as client:
-        session = client.create(first)
+        session = client.create(first, **BEGINNING)
         console.print(f"session {session.id}", soft_wrap=True)
-        taken = client.advance(session.id, walk).data
+        taken = client.generate(session.id, **WALK).data
     _show(taken, console)
     server.kill()
     console.print("killed the server (SIGKILL)")
@@ -49,10 +46,10 @@ def run_demo(out: Path, console: Console) -> None:
     server = _start(data, console)
     try:
         with Client(server.url) as client:
-            taken += client.advance(session.id, turn).data
+            taken += client.generate(session.id, **turn).data
             _show(taken[-1:], console)
-            twin = client.create(first)
-            uncut = client.advance(twin.id, walk).data + client.advance(twin.id, turn).data
+            twin = client.create(first, **BEGINNING)
+            uncut = client.generate(twin.id, **WALK).data + client.generate(twin.id, **turn).data
             video = out / "take.mp4"
             client.save_video(session.id, video)
             client.delete(twin.id)

@@ -2,10 +2,13 @@
 
 import logging
 import re
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -18,13 +21,51 @@ _PLACES = {"body", "path", "query", "header"}
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,39}", re.ASCII)
 
 
-def install(app: FastAPI, max_body_bytes: int) -> None:
+Count = Callable[[str], None]
+"""Hears of the code of every problem that is answered."""
+
+
+class ProblemResponse(JSONResponse):
+    """A problem as an HTTP answer."""
+
+    def __init__(
+        self, problem: Problem, retry_after: int | None = None, headers: Mapping[str, str] | None = None
+    ) -> None:
+        headers = dict(headers or {})
+        if retry_after is not None:
+            headers["Retry-After"] = str(retry_after)
+        if problem.status == HTTPStatus.UNAUTHORIZED:
+            headers["WWW-Authenticate"] = "Bearer"
+        super().__init__(problem.model_dump(mode="json"), problem.status, headers, MEDIA_TYPE)
+        self.code = problem.code
+
+
+def render(error: ProblemError) -> ProblemResponse:
+    """The answer to a request that failed with this problem."""
+    return ProblemResponse(error.problem(), error.retry_after)
+
+
+def install(app: FastAPI, max_body_bytes: int, count: Count) -> None:
     """Answer every failure of `app` with a problem, and refuse bodies over the limit."""
-    app.add_exception_handler(ProblemError, _on_problem)
-    app.add_exception_handler(RequestValidationError, _on_invalid)
-    app.add_exception_handler(HTTPException, _on_http)
-    app.add_exception_handler(Exception, _on_crash)
+    handlers = {
+        ProblemError: _on_problem,
+        RequestValidationError: _on_invalid,
+        HTTPException: _on_http,
+        Exception: _on_crash,
+    }
+    for kind, handler in handlers.items():
+        app.add_exception_handler(kind, _counted(handler, count))
+    app.add_exception_handler(ClientDisconnect, _on_leaving)
     app.add_middleware(BodyLimit, limit=max_body_bytes)
+
+
+def _counted(handler: Callable[[Exception], ProblemResponse], count: Count) -> Callable[[Request, Exception], Response]:
+    def handle(_: Request, error: Exception) -> Response:
+        response = handler(error)
+        count(response.code)
+        return response
+
+    return handle
 
 
 class BodyLimit:
@@ -61,26 +102,14 @@ class BodyLimit:
         )
 
 
-def render(error: ProblemError) -> Response:
-    """A problem as an HTTP answer."""
-    return _answer(error.problem(), error.retry_after)
-
-
-def _answer(problem: Problem, retry_after: int | None = None) -> Response:
-    headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
-    return JSONResponse(problem.model_dump(mode="json"), problem.status, headers, MEDIA_TYPE)
-
-
-def _on_problem(_: Request, error: Exception) -> Response:
+def _on_problem(error: Exception) -> ProblemResponse:
     assert isinstance(error, ProblemError)
     return render(error)
 
 
-def _on_invalid(request: Request, error: Exception) -> Response:
+def _on_invalid(error: Exception) -> ProblemResponse:
     assert isinstance(error, RequestValidationError)
     found = error.errors()
-    if found and found[0]["loc"] == ("body",) and "json" not in request.headers.get("content-type", ""):
-        return render(ProblemError("unsupported_media_type", "send Content-Type: application/json"))
     if found and found[0]["type"] == "json_invalid":
         return render(ProblemError("malformed_json", "the body is not JSON"))
     problem = ProblemError("invalid_request", "some fields are not valid").problem()
@@ -88,7 +117,7 @@ def _on_invalid(request: Request, error: Exception) -> Response:
         FieldProblem(field=field_path(each["loc"]), detail=each["msg"].removeprefix("Value error, "))
         for each in found[:20]
     ]
-    return _answer(problem)
+    return ProblemResponse(problem)
 
 
 def field_path(location: tuple[int | str, ...]) -> str:
@@ -102,14 +131,19 @@ def field_path(location: tuple[int | str, ...]) -> str:
     return path or "body"
 
 
-def _on_http(_: Request, error: Exception) -> Response:
+def _on_http(error: Exception) -> ProblemResponse:
     assert isinstance(error, HTTPException)
     if isinstance(error.__cause__, ProblemError):
         return render(error.__cause__)
     code = _STATUS_CODES.get(error.status_code, "internal_error")
-    return _answer(ProblemError(code, code.replace("_", " ")).problem())
+    return ProblemResponse(ProblemError(code, code.replace("_", " ")).problem(), headers=error.headers)
 
 
-def _on_crash(_: Request, error: Exception) -> Response:
+def _on_leaving(_: Request, error: Exception) -> Response:
+    """Nobody reads this answer; the status is the one that proxies log for a client that left."""
+    return Response(status_code=499)
+
+
+def _on_crash(error: Exception) -> ProblemResponse:
     log.error("a request failed", exc_info=error)
     return render(ProblemError("internal_error", "the server failed"))

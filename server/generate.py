@@ -1,7 +1,6 @@
 """`longtake generate`: walk a session along a trajectory file or a string of actions, chunk by chunk."""
 
 import re
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,13 +11,12 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from longtake.api_schemas.camera import Camera
 from longtake.api_schemas.problems import ProblemError
-from longtake.api_schemas.resources import CHUNK_FRAMES, Advanced, CreateSession, PostChunks, Session
+from longtake.api_schemas.resources import CHUNK_FRAMES, Advanced, Session
+from longtake.client import Beginning, Client, Move
 from longtake.server.camera.actions import parse_actions
 from longtake.server.camera.intrinsics import check_intrinsics
 from longtake.server.camera.trajectory import continue_from, load_trajectory
-from longtake.server.client import Client, image_url
 
 Matrix = NDArray[np.float64]
 
@@ -55,7 +53,7 @@ class CameraPath:
     keys: list[frozenset[str]]
     intrinsics: Matrix | None
 
-    def cameras(self, session: Session, frames: int | None) -> list[Camera]:
+    def moves(self, session: Session, frames: int | None) -> list[Move]:
         """The camera of the new frames, cut where chunks become whole."""
         start = session.next_frame
         poses = (
@@ -65,32 +63,37 @@ class CameraPath:
         )
         count = len(self.keys[:frames]) if poses is None else len(poses)
         cuts = [*range(CHUNK_FRAMES - session.pending_poses, count, CHUNK_FRAMES), count]
-        return [self._camera(poses, first, stop, start) for first, stop in pairwise([0, *cuts])]
+        return [self._move(poses, first, stop, start) for first, stop in pairwise([0, *cuts])]
 
-    def _camera(self, poses: Matrix | None, first: int, stop: int, start: int) -> Camera:
+    def _move(self, poses: Matrix | None, first: int, stop: int, start: int) -> Move:
         intrinsics = self._intrinsics(start + first, start + stop)
         if poses is not None:
-            return Camera.model_validate({"poses": poses[first:stop].tolist(), "intrinsics": intrinsics})
+            return {"poses": poses[first:stop], "intrinsics": intrinsics}
         actions = ",".join(f"{''.join(sorted(keys)) or 'none'}-1" for keys in self.keys[first:stop])
-        return Camera.model_validate({"actions": actions, "intrinsics": intrinsics})
+        return {"actions": actions, "intrinsics": intrinsics}
 
-    def _intrinsics(self, first: int, stop: int) -> list[list[float]] | None:
+    def _intrinsics(self, first: int, stop: int) -> Matrix | None:
         if self.intrinsics is None or len(self.intrinsics) == 1:
             return None
         if stop > len(self.intrinsics):
             raise ProblemError("intrinsics_invalid", f"the file ends before frame {stop - 1}", "intrinsics")
-        rows: list[list[float]] = self.intrinsics[first:stop].tolist()
-        return rows
+        return self.intrinsics[first:stop]
 
 
 def run_walk(client: Client, walk: Walk, console: Console) -> str:
     """Create or find the session, post the camera chunk by chunk, and write the video; returns the session's id."""
     path = read_path(walk)
-    session = client.session(walk.session) if walk.session else client.create(new_session(walk, path.intrinsics))
+    if walk.image is None:
+        assert walk.session is not None
+        session = client.session(walk.session)
+    else:
+        session = client.create(walk.image, **beginning(walk, path.intrinsics))
     console.print(f"session {session.id}", soft_wrap=True)
     for warning in session.warnings:
         console.print(f"[yellow]warning:[/] {warning}", soft_wrap=True)
-    answer = post_cameras(client, session, path.cameras(session, walk.frames), pad=walk.pad, console=console)
+    moves = path.moves(session, walk.frames)
+    moves[-1]["pad"] = walk.pad
+    answer = post_moves(client, session, moves, console)
     if answer.next_chunk:
         client.save_video(session.id, walk.output)
         console.print(f"{walk.output}: {answer.next_chunk * CHUNK_FRAMES} frames", highlight=False)
@@ -108,16 +111,14 @@ def read_path(walk: Walk) -> CameraPath:
     )
 
 
-def new_session(walk: Walk, intrinsics: Matrix | None) -> CreateSession:
-    """The session to create from the image."""
-    assert walk.image is not None
-    return CreateSession(
-        image=image_url(walk.image),
-        prompt=walk.prompt,
-        seed=walk.seed,
-        intrinsics=None if intrinsics is None else tuple(intrinsics[0].tolist()),
-        intrinsics_size=None if walk.intrinsics_size is None else read_size(walk.intrinsics_size),
-    )
+def beginning(walk: Walk, intrinsics: Matrix | None) -> Beginning:
+    """How the session begins, besides its image."""
+    return {
+        "prompt": walk.prompt,
+        "seed": walk.seed,
+        "intrinsics": None if intrinsics is None else intrinsics[0],
+        "intrinsics_size": None if walk.intrinsics_size is None else read_size(walk.intrinsics_size),
+    }
 
 
 def read_size(text: str) -> tuple[int, int]:
@@ -137,10 +138,8 @@ def read_intrinsics(text: str) -> Matrix:
     return check_intrinsics(np.atleast_2d(values), "intrinsics")
 
 
-def post_cameras(
-    client: Client, session: Session, cameras: Sequence[Camera], *, pad: bool, console: Console
-) -> Advanced:
-    """Post one camera after the other, each under a key of its own; shows progress and the time of every chunk."""
+def post_moves(client: Client, session: Session, moves: Sequence[Move], console: Console) -> Advanced:
+    """Post one move after the other, each under a key of its own; shows progress and the time of every chunk."""
     columns = (
         TextColumn("chunk"),
         MofNCompleteColumn(),
@@ -149,10 +148,9 @@ def post_cameras(
         TextColumn("{task.description}"),
     )
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task("", total=len(cameras))
-        for camera in cameras:
-            last = camera is cameras[-1]
-            answer = client.advance(session.id, PostChunks(camera=camera, pad=pad and last), secrets.token_urlsafe(16))
+        task = progress.add_task("", total=len(moves))
+        for move in moves:
+            answer = client.generate(session.id, **move)
             for chunk in answer.data:
                 spent = "  ".join(f"{stage} {ms:.0f} ms" for stage, ms in chunk.timings_ms.items())
                 progress.console.print(f"chunk {chunk.index}: {spent}", highlight=False, soft_wrap=True)

@@ -43,16 +43,23 @@ class PrivateServer:
 def start_private_server(data_dir: Path, *options: str) -> PrivateServer:
     """Start `longtake serve` with these further options and wait until it takes requests.
 
-    Raises `ServerDiedError`; what the server said is on standard error.
+    Raises `ServerDiedError` with what the server said.
     """
     command = [sys.executable, "-m", "longtake.server", "serve", "--port", "0", "--data-dir", str(data_dir)]
     command += ["--log-level", "warning", "--while-stdin-open", *options]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
+    said = ""
     for line in process.stdout:
         if line.startswith(READY_PREFIX):
             return PrivateServer(line.removeprefix(READY_PREFIX).strip(), process)
-    raise ServerDiedError(f"the server ended with status {process.wait()} before it was ready")
+        said += line
+    status = process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
+    reason = said.strip().removeprefix("error: ") or f"status {status}"
+    raise ServerDiedError(f"a server of our own could not start ({reason}); give --server URL to use one that runs")
 
 
 @contextmanager

@@ -6,10 +6,13 @@ import signal
 import socket
 import sys
 import threading
+from types import FrameType
 
 import uvicorn
 
 from longtake.server.app import create_app
+from longtake.server.doors import doors_of
+from longtake.server.engine.engine import Engine
 from longtake.server.engine.start import start_engine
 from longtake.server.private import READY_PREFIX
 from longtake.server.settings import Settings
@@ -18,7 +21,11 @@ log = logging.getLogger(__name__)
 
 
 class Server(uvicorn.Server):
-    """uvicorn, saying where it listens."""
+    """uvicorn, saying where it listens, and telling the engine when it is asked to stop."""
+
+    def __init__(self, config: uvicorn.Config, engine: Engine) -> None:
+        super().__init__(config)
+        self._engine = engine
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start, then announce the address on standard output."""
@@ -26,6 +33,11 @@ class Server(uvicorn.Server):
         if self.started and sockets:
             host, port = sockets[0].getsockname()[:2]
             print(f"{READY_PREFIX}http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)  # noqa: T201
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal to stop: drain."""
+        self._engine.drain()
+        super().handle_exit(sig, frame)
 
 
 def serve(settings: Settings, *, while_stdin_open: bool = False) -> None:
@@ -41,9 +53,11 @@ def serve(settings: Settings, *, while_stdin_open: bool = False) -> None:
     if while_stdin_open:
         threading.Thread(target=_end_with_stdin, daemon=True).start()
     signal.signal(signal.SIGTERM, _exit)
+    doors = doors_of(settings)
     with _bound(settings.host, settings.port) as listener, start_engine(settings) as engine:
-        app = create_app(engine, settings.max_body_bytes)
-        Server(uvicorn.Config(app, log_config=None, access_log=False, server_header=False)).run([listener])
+        app = create_app(engine, settings.max_body_bytes, doors)
+        config = uvicorn.Config(app, log_config=None, server_header=False, timeout_graceful_shutdown=settings.grace_s)
+        Server(config, engine).run([listener])
 
 
 def _exit(*_: object) -> None:

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
@@ -12,6 +12,10 @@ def default_data_dir() -> Path:
     """`$XDG_DATA_HOME/longtake`, or `~/.local/share/longtake`."""
     base = os.environ.get("XDG_DATA_HOME")
     return (Path(base) if base else Path.home() / ".local" / "share") / "longtake"
+
+
+class StartError(Exception):
+    """The settings, or what they point to, do not allow a start."""
 
 
 class Settings(BaseSettings):
@@ -23,7 +27,21 @@ class Settings(BaseSettings):
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
     model: str = Field("tiny-untrained", description="Model to serve.")
     state_url: str | None = Field(
-        None, description="redis://, rediss:// or unix:// URL of the session store; unset: a valkey-server of our own."
+        None,
+        pattern=r"^(redis|rediss|unix)://",
+        description="redis://, rediss:// or unix:// URL of the session store; unset: a valkey-server of our own.",
+    )
+    device: Literal["cpu", "cuda"] = Field("cpu", description="Where the model runs.")
+    api_keys: SecretStr | None = Field(
+        None, description="Comma-separated keys; with any, requests need one and sessions belong to theirs."
+    )
+    insecure: bool = Field(False, description="Allow a non-loopback address without API keys.")
+    allowed_hosts: str = Field("", description="Comma-separated names that `Host` may have, besides loopback's.")
+    allowed_origins: str = Field("", description="Comma-separated origins of pages elsewhere that may call the server.")
+    ttl_s: int | None = Field(
+        None,
+        ge=60,
+        description="Seconds without a request after which a session goes; unset: never, with a URL 7 days.",
     )
     data_dir: Path = Field(default_factory=default_data_dir, description="Where the embedded store keeps its files.")
     key_prefix: str = Field("lt", pattern=r"^[a-z0-9-]{1,16}$", description="Prefix of every key in the store.")
@@ -31,7 +49,9 @@ class Settings(BaseSettings):
     queue_size: int = Field(32, ge=1, description="Requests that may wait or run at once; further ones get 503.")
     hot_sessions: int = Field(8, ge=1, description="Sessions whose state stays in memory between requests.")
     keep_snapshots: int = Field(2, ge=1, description="Newest state snapshots kept for each session.")
+    max_clip_frames: int = Field(240, ge=24, le=4096, description="Frames that an uploaded clip may have.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="What goes to standard error.")
+    grace_s: int = Field(30, ge=0, description="Seconds that open connections get to end when the server stops.")
     threads: int = Field(
         0, ge=0, description="CPU threads of the model; 0: one a core. Part of the numerics fingerprint."
     )

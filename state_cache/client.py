@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import cast
 
 import redis
 from redis.backoff import NoBackoff
@@ -78,6 +79,12 @@ class ServerScript:
         """Run it, as one atomic step of the server. Raises `StoreUnavailable`, `StoreFull`."""
         with _named_errors():
             return self._script(list(keys), list(arguments))
+
+
+def milliseconds(time: object) -> int:
+    """The server's clock in unix ms, from its reply to TIME."""
+    seconds, microseconds = cast("tuple[int, int]", time)
+    return seconds * 1000 + microseconds // 1000
 
 
 def _to_bytes(value: Argument) -> bytes | memoryview:

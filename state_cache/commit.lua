@@ -2,7 +2,7 @@
 -- 10 idempotency key, 11 request fingerprint, 12 request record, 13… blobs that chunk and snapshot name; '' stands for none
 local after, chunk, snapshot, key = ARGV[6], ARGV[8], ARGV[9], ARGV[10]
 
-if redis.call('EXISTS', session) == 0 then return {'NOT_FOUND'} end
+if not is_there() then return {'NOT_FOUND'} end
 local known = key ~= '' and redis.call('HGET', requests, key)
 if known then
   local request = cmsgpack.unpack(known)
@@ -22,4 +22,5 @@ if chunk ~= '' then redis.call('HSET', chunks, after, chunk) end
 if snapshot ~= '' then redis.call('HSET', snapshots, after, snapshot) end
 if key ~= '' then redis.call('HSET', requests, key, ARGV[12]) end
 redis.call('HSET', head, 'chunk', after, 'cursor', ARGV[7])
+prolong()
 return {'OK'}

@@ -1,4 +1,3 @@
-if redis.call('EXISTS', session) == 0 then return {'NOT_FOUND'} end
-for _, name in ipairs(redis.call('HKEYS', held)) do leave(name) end
-redis.call('UNLINK', session, head, chunks, snapshots, requests, held)
+if not is_there() then return {'NOT_FOUND'} end
+drop()
 return {'OK'}

@@ -4,7 +4,8 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from longtake.state_cache.blobs import ORPHAN_SECONDS, describe, names_in, verify
@@ -15,11 +16,12 @@ from longtake.state_cache.errors import (
     HeadConflict,
     KeyReused,
     RequestDone,
+    SchemaError,
     SessionExists,
     SessionNotFound,
 )
 from longtake.state_cache.ids import lineage_of
-from longtake.state_cache.protocol import Commit, StoreStatus
+from longtake.state_cache.protocol import CLAIM_SECONDS, Commit, StoreStatus
 from longtake.state_cache.records import (
     Arena,
     BlobRef,
@@ -40,6 +42,8 @@ class _Session:
 
     record: bytes
     cursor: bytes
+    ttl: float | None
+    expires: float | None = None
     chunk: int = -1
     revision: int = 0
     fence: Fence | None = None
@@ -47,6 +51,10 @@ class _Session:
     snapshots: dict[int, bytes] = field(default_factory=dict)
     requests: dict[str, bytes] = field(default_factory=dict)
     names: Counter[str] = field(default_factory=Counter)
+
+    def prolong(self, now: float) -> None:
+        if self.ttl is not None:
+            self.expires = now + self.ttl
 
     def write(self, commit: Commit) -> None:
         if commit.chunk is not None:
@@ -64,14 +72,27 @@ class _Blob:
     expires: float | None
 
 
-class MemoryStore:
-    """A `Store` without any durability."""
+@dataclass
+class _Claim:
+    fingerprint: str
+    session_id: str
+    expires: float | None
 
-    def __init__(self) -> None:
+
+class MemoryStore:
+    """A `Store` without any durability.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._epoch = time.time() - clock()
         self._lock = threading.RLock()
         self._sessions: dict[str, _Session] = {}
         self._blobs: dict[tuple[str, str], _Blob] = {}
-        self._claims: dict[str, tuple[str, str]] = {}
+        self._claims: dict[str, _Claim] = {}
 
     def create(self, session: SessionRecord, cursor: Cursor) -> None:
         """See `Store.create`."""
@@ -81,13 +102,17 @@ class MemoryStore:
                 raise SessionExists("the session exists")
             names = names_in(arena=session.conditions)
             self._require(lineage, names)
-            self._sessions[session.id] = entry = _Session(encode(session), encode(cursor))
+            self._sessions[session.id] = entry = _Session(encode(session), encode(cursor), session.ttl_s)
+            entry.prolong(self._clock())
             self._retain(lineage, entry, names)
+            if (claim := self._claim_of(session)) is not None:
+                claim.expires = None
 
     def open(self, session_id: str) -> Fence:
         """See `Store.open`."""
         with self._lock:
             entry = self._entry(session_id)
+            entry.prolong(self._clock())
             entry.fence = Fence(entry.fence.token + 1 if entry.fence else 1, secrets.token_hex(16))
             return entry.fence
 
@@ -95,7 +120,12 @@ class MemoryStore:
         """See `Store.read`."""
         with self._lock:
             entry = self._entry(session_id)
-            head = Head(chunk=entry.chunk, revision=entry.revision, cursor=decode(entry.cursor, Cursor))
+            head = Head(
+                chunk=entry.chunk,
+                revision=entry.revision,
+                cursor=decode(entry.cursor, Cursor),
+                expires_at=None if entry.expires is None else self._epoch + entry.expires,
+            )
             return decode(entry.record, SessionRecord), head, entry.fence
 
     def commit(self, commit: Commit) -> None:
@@ -112,6 +142,7 @@ class MemoryStore:
             if commit.snapshot is not None:
                 self._drop_snapshot(lineage, entry, commit.head)
             entry.write(commit)
+            entry.prolong(self._clock())
 
     def chunk(self, session_id: str, index: int) -> ChunkRecord:
         """See `Store.chunk`."""
@@ -152,7 +183,7 @@ class MemoryStore:
         """See `Store.put`."""
         lineage = lineage_of(session_id)
         refs = tuple(describe(blob) for blob in data)
-        now = time.monotonic()
+        now = self._clock()
         with self._lock:
             self._drop_orphans(now)
             for ref, content in zip(refs, data, strict=True):
@@ -174,27 +205,38 @@ class MemoryStore:
     def claim(self, route_key: str, fingerprint: str, session_id: str) -> tuple[str, str]:
         """See `Store.claim`."""
         with self._lock:
-            return self._claims.setdefault(route_key, (fingerprint, session_id))
+            now = self._clock()
+            self._claims = {key: claim for key, claim in self._claims.items() if not _is_over(claim.expires, now)}
+            bound = self._claims.setdefault(route_key, _Claim(fingerprint, session_id, now + CLAIM_SECONDS))
+            if self._has_expired(bound.session_id):
+                self._drop(bound.session_id)
+                return self.claim(route_key, fingerprint, session_id)
+            return bound.fingerprint, bound.session_id
 
-    def list(self, limit: int, after: str | None = None) -> list[str]:
+    def list(self, limit: int, after: str | None = None, owner: str = "") -> list[str]:
         """See `Store.list`."""
         with self._lock:
-            created = {name: decode(entry.record, SessionRecord).created_at for name, entry in self._sessions.items()}
-        newest = sorted(created, key=lambda name: (created[name], name), reverse=True)
-        if after is not None and after not in created:
-            raise SessionNotFound("there is no such session to list from")
-        start = 0 if after is None else newest.index(after) + 1
-        return newest[start : start + limit]
+            records = [decode(entry.record, SessionRecord) for entry in self._sessions.values()]
+            newest = [name for _, name in sorted((r.created_at, r.id) for r in records if r.owner == owner)][::-1]
+            if after is not None and after not in newest:
+                raise SessionNotFound("there is no such session to list from")
+            start = 0 if after is None else newest.index(after) + 1
+            return [name for name in newest[start:] if not self._has_expired(name)][:limit]
 
     def delete(self, session_id: str) -> None:
         """See `Store.delete`."""
         with self._lock:
-            entry = self._entry(session_id)
-            key = decode(entry.record, SessionRecord).create_key
-            if key is not None and self._claims.get(key, ("", ""))[1] == session_id:
-                del self._claims[key]
-            self._release(lineage_of(session_id), entry, list(entry.names.elements()))
-            del self._sessions[session_id]
+            self._entry(session_id)
+            self._drop(session_id)
+
+    def sweep(self, limit: int = 100) -> int:
+        """See `Store.sweep`."""
+        with self._lock:
+            before = len(self._sessions)
+            for session_id in [name for name in self._sessions if self._has_expired(name)][:limit]:
+                with suppress(SchemaError):
+                    self._drop(session_id)
+            return before - len(self._sessions)
 
     def check(self) -> StoreStatus:
         """See `Store.check`."""
@@ -208,17 +250,33 @@ class MemoryStore:
         """See `Store.close`."""
 
     def _entry(self, session_id: str) -> _Session:
-        if (entry := self._sessions.get(session_id)) is None:
+        if (entry := self._sessions.get(session_id)) is None or self._has_expired(session_id):
             raise SessionNotFound("there is no such session")
         return entry
 
+    def _has_expired(self, session_id: str) -> bool:
+        entry = self._sessions.get(session_id)
+        return entry is not None and _is_over(entry.expires, self._clock())
+
+    def _drop(self, session_id: str) -> None:
+        entry = self._sessions[session_id]
+        record = decode(entry.record, SessionRecord)
+        if record.create_key is not None and self._claim_of(record) is not None:
+            del self._claims[record.create_key]
+        self._release(lineage_of(session_id), entry, list(entry.names.elements()))
+        del self._sessions[session_id]
+
+    def _claim_of(self, session: SessionRecord) -> _Claim | None:
+        claim = None if session.create_key is None else self._claims.get(session.create_key)
+        return claim if claim is not None and claim.session_id == session.id else None
+
     def _require(self, lineage: str, names: Sequence[str]) -> None:
-        self._drop_orphans(time.monotonic())
+        self._drop_orphans(self._clock())
         if missing := [name for name in names if (lineage, name) not in self._blobs]:
             raise BlobsMissing(f"{len(missing)} blobs are not in the store")
 
     def _drop_orphans(self, now: float) -> None:
-        for key in [key for key, blob in self._blobs.items() if blob.expires is not None and blob.expires <= now]:
+        for key in [key for key, blob in self._blobs.items() if _is_over(blob.expires, now)]:
             del self._blobs[key]
 
     def _retain(self, lineage: str, entry: _Session, names: Sequence[str]) -> None:
@@ -236,6 +294,10 @@ class MemoryStore:
     def _drop_snapshot(self, lineage: str, entry: _Session, index: int) -> None:
         if (data := entry.snapshots.pop(index, None)) is not None:
             self._release(lineage, entry, names_in(arena=decode(data, Arena)))
+
+
+def _is_over(expires: float | None, now: float) -> bool:
+    return expires is not None and expires <= now
 
 
 def _check_request(entry: _Session, commit: Commit) -> None:

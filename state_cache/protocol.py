@@ -15,6 +15,9 @@ from longtake.state_cache.records import (
     SessionRecord,
 )
 
+CLAIM_SECONDS = 24 * 3600
+"""How long a claim waits for its session to be created."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Commit:
@@ -81,6 +84,9 @@ class Store(Protocol):
     Every call may raise `StoreUnavailable`; every write `StoreFull`; every call with the id of a session that is not
     there `SessionNotFound` (except `put`, `get` and `claim`, which come before it exists); every read of a record
     `SchemaError`.
+
+    A session with a `ttl_s` expires that long after the last `create`, `open` or `commit`, by the store's clock. From
+    then on it is not there, although its bytes stay until `sweep` (and its id can not be used again before).
     """
 
     def create(self, session: SessionRecord, cursor: Cursor) -> None:
@@ -126,15 +132,24 @@ class Store(Protocol):
     def claim(self, route_key: str, fingerprint: str, session_id: str) -> tuple[str, str]:
         """Bind an idempotency key of session creation to a request and a session id, unless it is bound already.
 
-        Returns the pair (fingerprint, session id) in force. It lives until the session whose `create_key` is
-        `route_key` is deleted.
+        Returns the pair (fingerprint, session id) in force. It lives until the session of this id whose `create_key`
+        is `route_key` is deleted or expires; 24 hours if that is not created.
         """
 
-    def list(self, limit: int, after: str | None = None) -> list[str]:
-        """Session ids, newest first, at most `limit`, from behind `after` on. Raises `SessionNotFound` for `after`."""
+    def list(self, limit: int, after: str | None = None, owner: str = "") -> list[str]:
+        """Ids of an owner's sessions, newest first, at most `limit`, from behind `after` on.
+
+        Raises `SessionNotFound` when `after` is not one of the owner's.
+        """
 
     def delete(self, session_id: str) -> None:
         """Drop a session, its log, its claim, and the blobs that no other session of its lineage names."""
+
+    def sweep(self, limit: int = 100) -> int:
+        """Drop at most `limit` expired sessions as `delete` would; returns how many this call dropped.
+
+        Several may sweep at once. Sessions that this version can not read are left alone.
+        """
 
     def check(self) -> StoreStatus:
         """How the store is set up. Raises `StoreUnsuitable` when it could lose sessions by design or is too old."""

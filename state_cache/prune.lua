@@ -1,5 +1,5 @@
 -- ARGV 2 token, 3 nonce, 4 how many of the newest snapshots stay
-if redis.call('EXISTS', session) == 0 then return {'NOT_FOUND'} end
+if not is_there() then return {'NOT_FOUND'} end
 if is_fenced(ARGV[2], ARGV[3]) then return {'FENCED'} end
 local indices = redis.call('HKEYS', snapshots)
 table.sort(indices, function(a, b) return tonumber(a) > tonumber(b) end)

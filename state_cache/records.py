@@ -50,7 +50,11 @@ class Fingerprint(msgspec.Struct, frozen=True):
 
 
 class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Written once, when the session is created. Matrices are row-major lists of float64."""
+    """Written once, when the session is created. Matrices are row-major lists of float64.
+
+    `owner` is a hash of the API key that created it, "" where there are no keys; `ttl_s` (at least 1) the seconds
+    without activity after which the session may go, None for never.
+    """
 
     id: str
     model: str
@@ -65,6 +69,8 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     conditions: Arena
     warnings: list[str]
     create_key: str | None = None
+    owner: str = ""
+    ttl_s: int | None = None
     schema: int = SCHEMA
 
 
@@ -119,11 +125,15 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Head(msgspec.Struct, frozen=True, kw_only=True):
-    """Present position of a session: last committed chunk (-1: none), revision (bumped by rewind) and cursor."""
+    """Present position of a session: last committed chunk (-1: none), revision (bumped by rewind) and cursor.
+
+    `expires_at` is when it expires unless it is used again, in unix seconds of the store's clock; None for never.
+    """
 
     chunk: int
     revision: int
     cursor: Cursor
+    expires_at: float | None = None
 
 
 class Fence(msgspec.Struct, frozen=True):

@@ -1,6 +1,5 @@
 """Sessions in Redis or Valkey: blobs go up first as plain values, then one script makes the step."""
 
-import hashlib
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, cast
@@ -8,10 +7,12 @@ from typing import Literal, NamedTuple, cast
 import msgspec
 
 from longtake.state_cache.blobs import ORPHAN_SECONDS, describe, names_in, verify
-from longtake.state_cache.client import Argument, Client
+from longtake.state_cache.client import Argument, Client, milliseconds
+from longtake.state_cache.directory import Directory
 from longtake.state_cache.errors import (
     BlobsMissing,
     ChunkNotFound,
+    SchemaError,
     SessionNotFound,
     StoreError,
     StoreUnsuitable,
@@ -30,10 +31,11 @@ from longtake.state_cache.records import (
     decode,
     encode,
 )
-from longtake.state_cache.scripts import SessionScript, drop_claim
+from longtake.state_cache.scripts import SessionScript
 
 _WINDOW = 32  # blobs in flight on one connection
 _OLDEST = 7
+_UNREADABLE_MS = 3_600_000  # until a sweep looks again at a session that it can not read
 
 
 class _Keys(NamedTuple):
@@ -61,23 +63,27 @@ class RedisStore:
     def __init__(self, url: str, prefix: str = "lt", *, timeout: float = 3.0, connections: int = 8) -> None:
         self._client = Client(url, timeout, connections)
         self._prefix = prefix
-        self._index = f"{prefix}:sessions"
+        self._directory = Directory(self._client, prefix)
         self._create = SessionScript(self._client, "create")
         self._open = SessionScript(self._client, "open")
         self._commit = SessionScript(self._client, "commit")
         self._prune = SessionScript(self._client, "prune")
         self._delete = SessionScript(self._client, "delete")
+        self._sweep = SessionScript(self._client, "sweep")
 
     def create(self, session: SessionRecord, cursor: Cursor) -> None:
         """See `Store.create`."""
         keys, blobs = self._keys(session.id), self._blob_prefix(session.id)
+        ttl = "" if session.ttl_s is None else session.ttl_s * 1000
+        arguments = (encode(session), encode(cursor), session.owner, ttl, *names_in(arena=session.conditions))
         # listed first: a session that exists unseen would be worse than a listed one that does not exist
-        self._client.run("ZADD", self._index, "NX", session.created_at, session.id)
+        self._directory.add(session)
         try:
-            self._create(keys, blobs, encode(session), encode(cursor), *names_in(arena=session.conditions))
+            self._create(keys, blobs, *arguments)
         except BlobsMissing:
-            self._client.run("ZREM", self._index, session.id)
+            self._directory.remove(session)
             raise
+        self._directory.keep_claim(session)
 
     def open(self, session_id: str) -> Fence:
         """See `Store.open`."""
@@ -88,12 +94,15 @@ class RedisStore:
     def read(self, session_id: str) -> tuple[SessionRecord, Head, Fence | None]:
         """See `Store.read`."""
         keys = self._keys(session_id)
-        fields = ("chunk", "revision", "cursor", "token", "nonce")
-        replies = self._client.run_all([("GET", keys.session), ("HMGET", keys.head, *fields)])
-        session, (chunk, revision, cursor, token, nonce) = cast("tuple[bytes | None, list[bytes]]", replies)
-        if session is None or cursor is None:
-            raise SessionNotFound("there is no such session")
-        head = Head(chunk=int(chunk), revision=int(revision), cursor=decode(cursor, Cursor))
+        fields = ("chunk", "revision", "cursor", "token", "nonce", "expires")
+        replies = self._of_session(session_id, ("GET", keys.session), ("HMGET", keys.head, *fields))
+        session, (chunk, revision, cursor, token, nonce, expires) = cast("tuple[bytes, list[bytes]]", replies)
+        head = Head(
+            chunk=int(chunk),
+            revision=int(revision),
+            cursor=decode(cursor, Cursor),
+            expires_at=float(expires) / 1000 if expires else None,
+        )
         fence = Fence(int(token), nonce.decode()) if nonce else None
         return decode(session, SessionRecord), head, fence
 
@@ -119,7 +128,7 @@ class RedisStore:
 
     def chunk(self, session_id: str, index: int) -> ChunkRecord:
         """See `Store.chunk`."""
-        data = self._of_session(session_id, ("HGET", self._keys(session_id).chunks, index))
+        (data,) = self._of_session(session_id, ("HGET", self._keys(session_id).chunks, index))
         if data is None:
             raise ChunkNotFound(f"the session has no chunk {index}")
         return decode(cast("bytes", data), ChunkRecord)
@@ -127,8 +136,8 @@ class RedisStore:
     def chunks(self, session_id: str, start: int, stop: int) -> list[ChunkRecord]:
         """See `Store.chunks`."""
         keys = self._keys(session_id)
-        last = cast("bytes", self._of_session(session_id, ("HGET", keys.head, "chunk")))
-        indices = range(max(start, 0), min(stop, int(last) + 1))
+        (last,) = self._of_session(session_id, ("HGET", keys.head, "chunk"))
+        indices = range(max(start, 0), min(stop, int(cast("bytes", last)) + 1))
         if not indices:
             return []
         found = cast("list[bytes | None]", self._client.run("HMGET", keys.chunks, *indices))
@@ -136,12 +145,12 @@ class RedisStore:
 
     def request(self, session_id: str, key: str) -> RequestRecord | None:
         """See `Store.request`."""
-        data = self._of_session(session_id, ("HGET", self._keys(session_id).requests, key))
+        (data,) = self._of_session(session_id, ("HGET", self._keys(session_id).requests, key))
         return None if data is None else decode(cast("bytes", data), RequestRecord)
 
     def snapshots(self, session_id: str) -> dict[int, Arena]:
         """See `Store.snapshots`."""
-        reply = self._of_session(session_id, ("HGETALL", self._keys(session_id).snapshots))
+        (reply,) = self._of_session(session_id, ("HGETALL", self._keys(session_id).snapshots))
         found = {int(index): data for index, data in cast("Mapping[bytes, bytes]", reply).items()}
         return {index: decode(found[index], Arena) for index in sorted(found)}
 
@@ -169,31 +178,31 @@ class RedisStore:
 
     def claim(self, route_key: str, fingerprint: str, session_id: str) -> tuple[str, str]:
         """See `Store.claim`."""
-        pair, key = (fingerprint, session_id), self._claim_key(route_key)
-        known = self._client.run("SET", key, msgspec.msgpack.encode(pair), "NX", "GET")
-        return pair if known is None else _pair(known)
+        bound = self._directory.claim(route_key, fingerprint, session_id)
+        if self._drop_expired(bound[1]):
+            bound = self._directory.claim(route_key, fingerprint, session_id)
+        return bound
 
-    def list(self, limit: int, after: str | None = None) -> list[str]:
+    def list(self, limit: int, after: str | None = None, owner: str = "") -> list[str]:
         """See `Store.list`."""
-        rank = 0 if after is None else self._rank(after) + 1
+        rank = 0 if after is None else self._directory.rank(owner, after) + 1
         found: list[str] = []
-        while len(found) < limit:
-            page = cast("list[bytes]", self._client.run("ZREVRANGE", self._index, rank, rank + limit - 1))
-            if not page:
-                break
-            ids = [name.decode() for name in page]
-            exist = self._client.run_all([("EXISTS", self._keys(name).session) for name in ids])
-            found += [name for name, exists in zip(ids, exist, strict=True) if exists]
+        while len(found) < limit and (page := self._directory.page(owner, rank, limit)):
+            found += self._those_of(owner, page)
             rank += len(page)
         return found[:limit]
 
     def delete(self, session_id: str) -> None:
         """See `Store.delete`."""
         record = self.read(session_id)[0]
-        if record.create_key is not None:
-            self._unclaim(record.create_key, session_id)
+        self._directory.drop_claim(record)
         self._delete(self._keys(session_id), self._blob_prefix(session_id))
-        self._client.run("ZREM", self._index, session_id)
+        self._directory.remove(record)
+
+    def sweep(self, limit: int = 100) -> int:
+        """See `Store.sweep`."""
+        now = milliseconds(self._client.run("TIME"))
+        return sum(self._drop_or_postpone(session_id, now) for session_id in self._directory.due(now, limit))
 
     def check(self) -> StoreStatus:
         """See `Store.check`."""
@@ -234,14 +243,46 @@ class RedisStore:
     def _blob_prefix(self, session_id: str) -> str:
         return f"{self._prefix}:{{{lineage_of(session_id)}}}:b:"
 
-    def _claim_key(self, route_key: str) -> str:
-        return f"{self._prefix}:claim:{hashlib.sha256(route_key.encode()).hexdigest()}"
-
-    def _of_session(self, session_id: str, command: Sequence[Argument]) -> object:
-        exists, reply = self._client.run_all([("EXISTS", self._keys(session_id).session), command])
-        if not exists:
+    def _of_session(self, session_id: str, *commands: Sequence[Argument]) -> Sequence[object]:
+        # whether it is there comes last: then it was there for all of them
+        *replies, head, time = self._client.run_all([*commands, self._standing(session_id), ("TIME",)])
+        if not _is_there(head, time):
             raise SessionNotFound("there is no such session")
-        return reply
+        return replies
+
+    def _those_of(self, owner: str, ids: Sequence[str]) -> Sequence[str]:
+        *heads, time = self._client.run_all([*map(self._standing, ids), ("TIME",)])
+        found = zip(ids, cast("list[list[bytes | None]]", heads), strict=True)
+        # sessions older than owners have none
+        return [name for name, head in found if _is_there(head, time) and (head[2] or b"").decode() == owner]
+
+    def _standing(self, session_id: str) -> Sequence[Argument]:
+        return "HMGET", self._keys(session_id).head, "chunk", "expires", "owner"
+
+    def _drop_expired(self, session_id: str) -> bool:
+        """Drop a session if its time is up; whether this call did."""
+        keys = self._keys(session_id)
+        commands = [("GET", keys.session), ("HGET", keys.head, "expires"), ("TIME",)]
+        data, expires, time = cast("list[bytes | None]", self._client.run_all(commands))
+        if data is None or not _is_over(expires, time):
+            return False
+        record = decode(data, SessionRecord)
+        self._directory.drop_claim(record)
+        (dropped,) = self._sweep(keys, self._blob_prefix(session_id))
+        if dropped:
+            self._directory.remove(record)
+        return bool(dropped)
+
+    def _drop_or_postpone(self, session_id: str, now: int) -> bool:
+        try:
+            if self._drop_expired(session_id):
+                return True
+        except SchemaError:
+            self._directory.postpone(session_id, now + _UNREADABLE_MS)
+            return False
+        expires = cast("bytes | None", self._client.run("HGET", self._keys(session_id).head, "expires"))
+        self._directory.postpone(session_id, None if expires is None else float(expires))
+        return False
 
     def _present(self, keys: Sequence[str]) -> Sequence[str]:
         present = []
@@ -258,18 +299,6 @@ class RedisStore:
             raise BlobsMissing("a blob is not in the store")
         return verify(ref, cast("bytes", data))
 
-    def _rank(self, session_id: str) -> int:
-        rank = self._client.run("ZREVRANK", self._index, session_id)
-        if rank is None:
-            raise SessionNotFound("there is no such session to list from")
-        return cast("int", rank)
-
-    def _unclaim(self, route_key: str, session_id: str) -> None:
-        key = self._claim_key(route_key)
-        known = cast("bytes | None", self._client.run("GET", key))
-        if known is not None and _pair(known)[1] == session_id:
-            drop_claim(self._client, key, known)
-
     def _durability(self, *, appends: bool) -> Literal["strict", "relaxed", "none"]:
         if not appends:
             return "none"
@@ -284,8 +313,13 @@ def _optional(record: msgspec.Struct | None) -> bytes:
     return b"" if record is None else encode(record)
 
 
-def _pair(data: object) -> tuple[str, str]:
-    return msgspec.msgpack.decode(cast("bytes", data), type=tuple[str, str])
+def _is_there(head: object, time: object) -> bool:
+    chunk, expires, _ = cast("list[bytes | None]", head)
+    return chunk is not None and not _is_over(expires, time)
+
+
+def _is_over(expires: bytes | None, time: object) -> bool:
+    return expires is not None and float(expires) <= milliseconds(time)
 
 
 def _flat(data: bytes | memoryview) -> memoryview:

@@ -16,10 +16,13 @@ from longtake.state_cache.errors import (
     StoreError,
 )
 
-_FREEING = ("prune", "delete")
+_FREEING = ("prune", "delete", "sweep")
 _UNCLAIM = """#!lua flags=allow-oom
 if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end
 return 0
+"""
+_POSTPONE = """#!lua flags=allow-oom
+return redis.call('ZADD', KEYS[1], 'XX', ARGV[1], ARGV[2])
 """
 _REFUSALS: dict[bytes, tuple[type[StoreError], str]] = {
     b"NOT_FOUND": (SessionNotFound, "there is no such session"),
@@ -32,7 +35,7 @@ _REFUSALS: dict[bytes, tuple[type[StoreError], str]] = {
 
 
 class SessionScript:
-    """One of the scripts create, open, commit, prune and delete.
+    """One of the scripts create, open, commit, prune, delete and sweep.
 
     Those that free memory also run when the server has none left.
     """
@@ -57,3 +60,8 @@ class SessionScript:
 def drop_claim(client: Client, key: str, value: bytes) -> None:
     """Drop a claim unless it has changed since it was read."""
     client.script(_UNCLAIM)([key], [value])
+
+
+def postpone(client: Client, index: str, member: str, score: float) -> None:
+    """Change the score of a sorted set's member; one that is not there stays away."""
+    client.script(_POSTPONE)([index], [score, member])

@@ -11,7 +11,9 @@ import torch
 from PIL import Image
 
 from longtake.server.app import create_app
+from longtake.server.doors import Doors
 from longtake.server.engine.engine import Engine
+from longtake.server.engine.limits import Limits
 from longtake.server.model.registry import load_model
 from longtake.server.model.world import WorldModel
 from longtake.state_cache import MemoryStore
@@ -39,7 +41,7 @@ def memory() -> MemoryStore:
 
 @pytest.fixture
 def engine(model: WorldModel, memory: MemoryStore) -> Iterator[Engine]:
-    engine = Engine(model, memory, queue_size=8, hot_sessions=4, keep_snapshots=2)
+    engine = Engine(model, memory, Limits(queue_size=8, hot_sessions=4, keep_snapshots=2))
     yield engine
     engine.close()
 
@@ -52,7 +54,7 @@ async def http(engine: Engine) -> AsyncIterator[httpx.AsyncClient]:
 
 def client_of(engine: Engine) -> httpx.AsyncClient:
     """HTTP to an engine in this process; a crash becomes the answer that a client would see."""
-    transport = httpx.ASGITransport(create_app(engine, MAX_BODY), raise_app_exceptions=False)
+    transport = httpx.ASGITransport(create_app(engine, MAX_BODY, Doors()), raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
 
 

@@ -44,6 +44,9 @@ class Probe(Protocol):
     def blobs(self) -> set[str]: ...
     def lifetime(self, session_id: str, ref: BlobRef) -> float | None: ...
     def set_lifetime(self, session_id: str, ref: BlobRef, seconds: float) -> None: ...
+    def set_expiry(self, session_id: str, seconds: float) -> None: ...
+    def claim_lifetime(self, route_key: str) -> float | None: ...
+    def set_claim_lifetime(self, route_key: str, seconds: float) -> None: ...
     def overwrite(self, session_id: str, ref: BlobRef, data: bytes) -> None: ...
     def overwrite_session(self, session_id: str, data: bytes) -> None: ...
 
@@ -60,10 +63,20 @@ class MemoryProbe:
 
     def lifetime(self, session_id: str, ref: BlobRef) -> float | None:
         expires = self.store._blobs[session_id[4:17], ref.name].expires
-        return None if expires is None else expires - time.monotonic()
+        return None if expires is None else expires - self.store._clock()
 
     def set_lifetime(self, session_id: str, ref: BlobRef, seconds: float) -> None:
-        self.store._blobs[session_id[4:17], ref.name].expires = time.monotonic() + seconds
+        self.store._blobs[session_id[4:17], ref.name].expires = self.store._clock() + seconds
+
+    def set_expiry(self, session_id: str, seconds: float) -> None:
+        self.store._sessions[session_id].expires = self.store._clock() + seconds
+
+    def claim_lifetime(self, route_key: str) -> float | None:
+        expires = self.store._claims[route_key].expires
+        return None if expires is None else expires - self.store._clock()
+
+    def set_claim_lifetime(self, route_key: str, seconds: float) -> None:
+        self.store._claims[route_key].expires = self.store._clock() + seconds
 
     def overwrite(self, session_id: str, ref: BlobRef, data: bytes) -> None:
         self.store._blobs[session_id[4:17], ref.name].data = data
@@ -95,6 +108,32 @@ class RedisProbe:
 
     def set_lifetime(self, session_id: str, ref: BlobRef, seconds: float) -> None:
         assert self.raw.pexpire(self._blob(session_id, ref), int(seconds * 1000))
+
+    def set_expiry(self, session_id: str, seconds: float) -> None:
+        expires = self.milliseconds() + int(seconds * 1000)
+        assert self.raw.hset(self.head(session_id), "expires", expires) == 0, "the session never expires"
+        self.set_due(session_id, expires)
+
+    def set_due(self, session_id: str, milliseconds: float) -> None:
+        assert self.raw.zadd(f"{self.prefix}:expiries", {session_id: milliseconds}) == 0, "the session is never due"
+
+    def due(self, session_id: str) -> float | None:
+        return self.raw.zscore(f"{self.prefix}:expiries", session_id)
+
+    def milliseconds(self) -> int:
+        seconds, microseconds = self.raw.time()
+        return seconds * 1000 + microseconds // 1000
+
+    def claim_lifetime(self, route_key: str) -> float | None:
+        left = self.raw.pttl(self.store._directory._claim_key(route_key))
+        assert left != -2, "the claim is not there"
+        return None if left == -1 else left / 1000
+
+    def set_claim_lifetime(self, route_key: str, seconds: float) -> None:
+        assert self.raw.pexpire(self.store._directory._claim_key(route_key), int(seconds * 1000))
+
+    def head(self, session_id: str) -> str:
+        return f"{self.prefix}:{{{session_id[4:17]}}}:h:{session_id}"
 
     def overwrite(self, session_id: str, ref: BlobRef, data: bytes) -> None:
         self.raw.set(self._blob(session_id, ref), data, keepttl=True)
@@ -146,7 +185,13 @@ def any_store(probe: Probe) -> Store:
 
 
 def make_session(
-    store: Store, session_id: str | None = None, *, created_at: float = 0.0, key: str | None = None
+    store: Store,
+    session_id: str | None = None,
+    *,
+    created_at: float = 0.0,
+    key: str | None = None,
+    owner: str = "",
+    ttl_s: int | None = None,
 ) -> str:
     """A new session whose condition is one small tensor; returns its id."""
     session_id = session_id or new_session_id()
@@ -164,6 +209,8 @@ def make_session(
         conditions=save_tensors(store, session_id, {"first": torch.arange(9.0)}),
         warnings=[],
         create_key=key,
+        owner=owner,
+        ttl_s=ttl_s,
     )
     store.create(record, make_cursor())
     return session_id

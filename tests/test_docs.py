@@ -29,11 +29,23 @@ def test_every_setting_is_documented_with_its_default(monkeypatch: pytest.Monkey
     expected = {f"LONGTAKE_{name.upper()}": value for name, value in Settings.model_construct().model_dump().items()}
     assert rows.keys() == expected.keys()
     for name, value in expected.items():
-        shown = "unset" if value is None else str(value).replace(str(Path.home()), "~")
+        shown = "unset" if value is None else "empty" if value == "" else str(value).replace(str(Path.home()), "~")
         assert rows[name] == shown, name
 
 
-@pytest.mark.parametrize("command", ["demo", "serve", "generate", "sessions ls", "sessions show", "sessions rm"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "demo",
+        "serve",
+        "generate",
+        "sessions ls",
+        "sessions show",
+        "sessions rm",
+        "trajectory show",
+        "trajectory convert",
+    ],
+)
 def test_every_command_explains_itself(command: str) -> None:
     result = CliRunner().invoke(app, [*command.split(), "--help"])
     assert result.exit_code == 0

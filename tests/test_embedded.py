@@ -130,7 +130,8 @@ def test_a_killed_server_can_be_started_again(server: EmbeddedServer) -> None:
 
 def test_stopping_and_starting_keeps_everything(server: EmbeddedServer) -> None:
     with opened(server) as store:
-        session_id = make_session(store)
+        session_id = make_session(store, ttl_s=60)
+        head = store.read(session_id)[1]
     socket = Path(server.start().removeprefix("unix://"))
     server.stop()
     assert server.pid is None
@@ -138,6 +139,8 @@ def test_stopping_and_starting_keeps_everything(server: EmbeddedServer) -> None:
     server.stop()
     with opened(server) as store:
         assert store.list(9) == [session_id]
+        assert store.read(session_id)[1] == head
+        assert head.expires_at is not None
 
 
 def test_starting_twice_keeps_the_server(server: EmbeddedServer) -> None:

@@ -7,6 +7,7 @@ import pytest
 from server_fixtures import begin, client_of, digests, first_frame, path, post
 
 from longtake.server.engine.engine import Engine
+from longtake.server.engine.limits import Limits
 from longtake.server.model.world import ChunkCamera, ChunkOutput, Conditions, State, WorldModel
 from longtake.state_cache import Commit, MemoryStore, StoreUnavailable
 
@@ -135,7 +136,7 @@ class BreakingStore(MemoryStore):
 
 async def test_a_model_that_fails_in_the_middle(model: WorldModel, memory: MemoryStore) -> None:
     broken = BreakingModel(model, at=3)
-    engine = Engine(broken, memory, queue_size=4, hot_sessions=4, keep_snapshots=2)  # type: ignore[arg-type]
+    engine = Engine(broken, memory, Limits(queue_size=4, hot_sessions=4, keep_snapshots=2))  # type: ignore[arg-type]
     async with client_of(engine) as http:
         session = await begin(http)
         refused = await post(http, session, path(100), key="long")
@@ -154,20 +155,22 @@ async def test_a_model_that_fails_in_the_middle(model: WorldModel, memory: Memor
 @pytest.mark.parametrize("after", [False, True], ids=["before the commit", "commit done, answer lost"])
 @pytest.mark.parametrize("camera", ["w-30,wd-30,i-12", path(72)], ids=["actions", "poses"])
 async def test_a_store_that_goes_away_in_the_middle(model: WorldModel, camera: object, *, after: bool) -> None:
-    engine = Engine(model, BreakingStore(2, after=after), queue_size=4, hot_sessions=4, keep_snapshots=2)
+    engine = Engine(model, BreakingStore(2, after=after), Limits(queue_size=4, hot_sessions=4, keep_snapshots=2))
     async with client_of(engine) as http:
         session = await begin(http)
         refused = await post(http, session, camera, key="long")
         assert (refused.status_code, refused.json()["code"]) == (503, "store_unavailable")
         assert "Retry-After" in refused.headers
-        assert (await http.get(session)).json()["next_chunk"] == (2 if after else 1)
+        committed = 2 if after else 1
+        assert (refused.json()["committed"], refused.json()["next_chunk"]) == (committed, committed)
+        assert (await http.get(session)).json()["next_chunk"] == committed
         finished = await post(http, session, camera, key="long")
         assert digests(finished) == digests(await post(http, await begin(http), camera))
     engine.close()
 
 
 async def test_a_cut_request_does_not_go_on_where_others_went(model: WorldModel) -> None:
-    engine = Engine(model, BreakingStore(2, after=False), queue_size=4, hot_sessions=4, keep_snapshots=2)
+    engine = Engine(model, BreakingStore(2, after=False), Limits(queue_size=4, hot_sessions=4, keep_snapshots=2))
     async with client_of(engine) as http:
         session = await begin(http)
         await post(http, session, path(72), key="cut")
@@ -179,7 +182,7 @@ async def test_a_cut_request_does_not_go_on_where_others_went(model: WorldModel)
 
 
 async def test_the_later_opener_wins(model: WorldModel, memory: MemoryStore) -> None:
-    engines = [Engine(model, memory, queue_size=4, hot_sessions=4, keep_snapshots=2) for _ in range(2)]
+    engines = [Engine(model, memory, Limits(queue_size=4, hot_sessions=4, keep_snapshots=2)) for _ in range(2)]
     async with client_of(engines[0]) as here, client_of(engines[1]) as there:
         session = await begin(here)
         taken = digests(await post(here, session, path(24)))
@@ -199,7 +202,7 @@ async def test_a_server_that_was_overtaken_can_not_commit(model: WorldModel, mem
                 memory.open(session.rsplit("/", 1)[1])
             return self._model.generate(conditions, state, index, camera, seed)
 
-    engine = Engine(Overtaken(model, at=0), memory, queue_size=4, hot_sessions=4, keep_snapshots=2)  # type: ignore[arg-type]
+    engine = Engine(Overtaken(model, at=0), memory, Limits(queue_size=4, hot_sessions=4, keep_snapshots=2))  # type: ignore[arg-type]
     async with client_of(engine) as http:
         session = await begin(http)
         refused = await post(http, session, path(72))

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from server_fixtures import first_frame, path
+from server_fixtures import path, picture
 
-from longtake.api_schemas.camera import Camera
-from longtake.api_schemas.resources import Advanced, Chunk, CreateSession, PostChunks
-from longtake.server.client import Client
+from longtake.api_schemas.resources import Advanced, Chunk
+from longtake.client import Client, Move, Retry
 from longtake.server.private import PrivateServer, start_private_server
 
 Digest = tuple[int, str, str]
@@ -24,16 +23,19 @@ class Host:
         self._data_dir = data_dir
         self._options = options
         self.server: PrivateServer = self._start()
-        self.client = Client(self.server.url)
+        self.client = self._connect()
 
     def _start(self) -> PrivateServer:
         return start_private_server(self._data_dir, *self._options)
+
+    def _connect(self) -> Client:
+        return Client(self.server.url, retry=Retry(attempts=1))
 
     def kill_and_start(self) -> None:
         self.server.kill()
         self.client.close()
         self.server = self._start()
-        self.client = Client(self.server.url)
+        self.client = self._connect()
 
 
 @pytest.fixture(scope="module", params=["embedded", "redis"])
@@ -49,17 +51,17 @@ def host(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(scope="module")
 def uncut(host: Host) -> list[Digest]:
     """The take in one request, on a server that nobody kills."""
-    taken = digests(host.client.advance(begin(host), poses(24 * CHUNKS)))
+    taken = digests(host.client.generate(begin(host), **poses(24 * CHUNKS)))
     assert [index for index, _, _ in taken] == list(range(CHUNKS))
     return taken
 
 
 def begin(host: Host) -> str:
-    return host.client.create(CreateSession(image=first_frame(), seed=7)).id
+    return host.client.create(picture(), seed=7).id
 
 
-def poses(count: int, start: int = 1) -> PostChunks:
-    return PostChunks(camera=Camera.model_validate({"poses": path(count, start)}))
+def poses(count: int, start: int = 1, key: str | None = None) -> Move:
+    return {"poses": path(count, start), "key": key}
 
 
 def digests(answer: Advanced | list[Chunk]) -> list[Digest]:
@@ -70,7 +72,7 @@ def digests(answer: Advanced | list[Chunk]) -> list[Digest]:
 def test_killed_after_every_chunk(host: Host, uncut: list[Digest]) -> None:
     session, taken = begin(host), []
     for chunk in range(CHUNKS):
-        taken += digests(host.client.advance(session, poses(24, 24 * chunk + 1)))
+        taken += digests(host.client.generate(session, **poses(24, 24 * chunk + 1)))
         host.kill_and_start()
         assert host.client.session(session).next_chunk == chunk + 1
     assert taken == uncut
@@ -79,7 +81,7 @@ def test_killed_after_every_chunk(host: Host, uncut: list[Digest]) -> None:
 def test_killed_between_uneven_pieces(host: Host, uncut: list[Digest]) -> None:
     session, taken, start = begin(host), [], 1
     for size in (7, 50, 31, 56):
-        answer = host.client.advance(session, poses(size, start))
+        answer = host.client.generate(session, **poses(size, start))
         taken += digests(answer)
         start += size
         host.kill_and_start()
@@ -90,13 +92,13 @@ def test_killed_between_uneven_pieces(host: Host, uncut: list[Digest]) -> None:
 
 def test_killed_in_the_middle_of_a_request_that_is_repeated_with_its_key(host: Host, uncut: list[Digest]) -> None:
     """Twice as many chunks as elsewhere, so that the kill falls into the request on any machine."""
-    long = poses(24 * 2 * CHUNKS + 3)
+    long, keyed = poses(24 * 2 * CHUNKS + 3), poses(24 * 2 * CHUNKS + 3, key="walk")
     session = begin(host)
     failed: list[Exception] = []
 
     def post() -> None:
         try:
-            host.client.advance(session, long, "walk")
+            host.client.generate(session, **keyed)
         except httpx.HTTPError as error:
             failed.append(error)
 
@@ -111,18 +113,18 @@ def test_killed_in_the_middle_of_a_request_that_is_repeated_with_its_key(host: H
     assert len(failed) == 1
     committed = host.client.session(session).next_chunk
     assert 2 <= committed < 2 * CHUNKS
-    answer = host.client.advance(session, long, "walk")
+    answer = host.client.generate(session, **keyed)
     assert digests(answer)[:CHUNKS] == uncut
-    assert digests(answer) == digests(host.client.advance(begin(host), long))
+    assert digests(answer) == digests(host.client.generate(begin(host), **long))
     assert (answer.pending_poses, host.client.session(session).next_chunk) == (3, 2 * CHUNKS)
-    assert host.client.advance(session, long, "walk") == answer
+    assert host.client.generate(session, **keyed) == answer
 
 
 def test_killed_while_idle_the_video_is_whole(host: Host, uncut: list[Digest], tmp_path: Path) -> None:
     session = begin(host)
-    host.client.advance(session, poses(48))
+    host.client.generate(session, **poses(48))
     host.client.save_video(session, tmp_path / "before.mp4")
     host.kill_and_start()
     host.client.save_video(session, tmp_path / "after.mp4")
     assert (tmp_path / "after.mp4").read_bytes() == (tmp_path / "before.mp4").read_bytes()
-    assert digests(host.client.advance(session, poses(24, 49))) == uncut[2:3]
+    assert digests(host.client.generate(session, **poses(24, 49))) == uncut[2:3]

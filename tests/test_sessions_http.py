@@ -178,7 +178,7 @@ async def test_the_schema_names_every_route(http: httpx.AsyncClient) -> None:
     assert operations == {
         "createSession", "listSessions", "getSession", "deleteSession", "getSessionVideo",
         "postChunks", "listChunks", "getChunk", "getChunkVideo", "getChunkFrames",
-        "listModels", "health", "readiness",
+        "listModels", "health", "readiness", "metrics",
     }  # fmt: skip
     assert schema["components"]["schemas"]["Chunk"]["properties"].keys() == Chunk.model_fields.keys()
     problems = schema["paths"]["/v1/sessions"]["post"]["responses"]["422"]["content"]

@@ -65,12 +65,13 @@ def default_intrinsics(width: int, height: int) -> NDArray[np.float64]:
     return np.array([focal, focal, width / 2, height / 2])
 
 
-def check_intrinsics(values: ArrayLike, field: str) -> NDArray[np.float64]:
+def check_intrinsics(values: ArrayLike, field: str, limit: int = MAX_POSES) -> NDArray[np.float64]:
     """Intrinsics as a new float64 array [F,4] of fx fy cx cy in pixels.
 
     Args:
-        values: numbers of shape [4] or [F,4], F ≤ 4096; not changed.
+        values: numbers of shape [4] or [F,4], 1 ≤ F ≤ `limit`; not changed.
         field: name of the input, for errors.
+        limit: most rows taken.
 
     Raises:
         ProblemError: `intrinsics_invalid` for a wrong shape, numbers that are not finite or beyond 1e6 pixels, and a
@@ -79,8 +80,8 @@ def check_intrinsics(values: ArrayLike, field: str) -> NDArray[np.float64]:
     checked = real_numbers(values, _CODE, field)
     if checked.ndim not in (1, 2) or checked.shape[-1] != 4 or len(checked) == 0:
         raise ProblemError(_CODE, "intrinsics must be fx, fy, cx, cy or a list of at least one such row", field)
-    if len(checked) > MAX_POSES:
-        raise ProblemError(_CODE, f"at most {MAX_POSES} intrinsics are taken at once", field)
+    if len(checked) > limit:
+        raise ProblemError(_CODE, f"at most {limit} intrinsics are taken at once", field)
     refuse(~np.isfinite(checked).all(axis=-1), _CODE, "every number must be finite", field)
     refuse((checked[..., :2] < _SHORTEST_FOCAL_LENGTH).any(axis=-1), _CODE, "focal lengths must be above zero", field)
     refuse((np.abs(checked) > _LARGEST).any(axis=-1), _CODE, f"no number may be beyond {_LARGEST:.0f} pixels", field)

@@ -6,8 +6,9 @@ Products are written out element by element, so that a pose has the same bits ho
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from longtake.api_schemas.camera import MAX_POSES, Convention
+from longtake.api_schemas.camera import MAX_POSES
 from longtake.api_schemas.problems import ProblemError
+from longtake.api_schemas.trajectory import Convention
 from longtake.server.camera.numbers import real_numbers, refuse
 
 MAX_DISTANCE = 1e6
@@ -74,11 +75,26 @@ def compose(pose: NDArray[np.float64], relative: NDArray[np.float64]) -> NDArray
     return _rigid(_product(rotation, relative[:, :3, :3]), _rotated(rotation, relative[:, :3, 3]) + pose[:3, 3])
 
 
-def pose_warnings(poses: NDArray[np.float64]) -> list[str]:
-    """What is unusual about consecutive poses [F,4,4], the one before them in front: long steps and wide turns."""
+def inverse(poses: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The inverse [F,4,4] of rigid transforms [F,4,4]: Rᵀ and −Rᵀ · t."""
+    rotations = poses[:, :3, :3].swapaxes(1, 2)
+    positions: NDArray[np.float64] = -(rotations * poses[:, None, :3, 3]).sum(axis=2)
+    return _rigid(rotations, positions)
+
+
+def steps_and_turns(poses: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Ways in units and turns in degrees, each [F−1] float64, from each of consecutive poses [F,4,4] to the next.
+
+    A turn by the angle a lies at the chord ‖R′ − R‖ = √8 · sin(a/2).
+    """
     steps = np.linalg.norm(np.diff(poses[:, :3, 3], axis=0), axis=1)
     chords = np.linalg.norm(np.diff(poses[:, :3, :3], axis=0), axis=(1, 2))
-    turns = np.degrees(2 * np.arcsin(np.minimum(chords / np.sqrt(8), 1.0)))
+    return steps, np.degrees(2 * np.arcsin(np.minimum(chords / np.sqrt(8), 1.0)))
+
+
+def pose_warnings(poses: NDArray[np.float64]) -> list[str]:
+    """What is unusual about consecutive poses [F,4,4], the one before them in front: long steps and wide turns."""
+    steps, turns = steps_and_turns(poses)
     warnings = []
     if long := np.count_nonzero(steps > MAX_STEP):
         excess = f"above {MAX_STEP:g} in {long} of {len(steps)} frames"

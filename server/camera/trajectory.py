@@ -1,20 +1,14 @@
 """Trajectory files: a path in the world of its own, laid on to a session's first pose."""
 
-from math import prod
 from pathlib import Path
-from tokenize import TokenError
-from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from longtake.api_schemas.problems import ProblemError
+from longtake.api_schemas.trajectory import MAX_FILE_POSES
+from longtake.server.camera.formats.arrays import read_matrices
 from longtake.server.camera.poses import check_poses, compose, rebase
-
-MAX_FILE_POSES = 65_536
-"""Poses a file may hold: over an hour at 16 fps."""
-
-_NOT_NPY = "it is not a complete .npy file of numbers"
 
 
 def load_trajectory(path: Path, field: str = "trajectory") -> NDArray[np.float64]:
@@ -28,17 +22,8 @@ def load_trajectory(path: Path, field: str = "trajectory") -> NDArray[np.float64
         OSError: the file can not be opened.
     """
     with path.open("rb") as file:
-        shape, fortran_order, dtype = _header(file, field)
-        if dtype.kind not in "fiu":
-            raise ProblemError("trajectory_invalid", _NOT_NPY, field)
-        if len(shape) != 3 or shape[1:] != (4, 4) or not 0 < shape[0] <= MAX_FILE_POSES:
-            detail = f"its array must have the shape [F,4,4] with 1 to {MAX_FILE_POSES} poses"
-            raise ProblemError("trajectory_invalid", detail, field)
-        data = file.read(prod(shape) * dtype.itemsize)
-    if len(data) < prod(shape) * dtype.itemsize:
-        raise ProblemError("trajectory_invalid", _NOT_NPY, field)
-    array = np.frombuffer(data, dtype).reshape((-1, 4, 4), order="F" if fortran_order else "C")
-    return check_poses(array, field, limit=MAX_FILE_POSES)
+        matrices = read_matrices(file, lambda detail: ProblemError("trajectory_invalid", detail, field))
+    return check_poses(matrices, field, limit=MAX_FILE_POSES)
 
 
 def continue_from(
@@ -70,13 +55,3 @@ def continue_from(
         left = max(0, len(file_poses) - start)
         raise ProblemError("trajectory_exhausted", f"the file has {left} poses left from frame {start} on", field)
     return compose(first_pose, rebase(file_poses[start:stop], file_poses[0]))
-
-
-def _header(file: BinaryIO, field: str) -> tuple[tuple[int, ...], bool, np.dtype[np.generic]]:
-    """Shape, Fortran order and dtype a `.npy` file announces; leaves the file at its data."""
-    try:
-        version = np.lib.format.read_magic(file)
-        read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
-        return read(file)
-    except (ValueError, TypeError, KeyError, SyntaxError, TokenError, MemoryError):
-        raise ProblemError("trajectory_invalid", _NOT_NPY, field) from None

@@ -1,24 +1,35 @@
-"""Carry one request through: plan its chunks, compute each, and commit them in order while the next one computes."""
+"""Carry one request through: plan its chunks, compute each, and commit them in order while the next one computes.
+
+A request may be cancelled at any point: chunks not yet committed are dropped, a commit under way is waited for.
+"""
 
 import asyncio
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from longtake.api_schemas.problems import ProblemError
 from longtake.api_schemas.resources import Advanced, PostChunks
-from longtake.server.engine.keys import RunningKeys, request_fingerprint
-from longtake.server.engine.plan import Plan, SessionCamera, next_frame, pending_count, plan_request
+from longtake.server.engine.command import Command, Uploads, read_command
+from longtake.server.engine.keys import RunningKeys
+from longtake.server.engine.limits import Limits
+from longtake.server.engine.metrics import Metrics
+from longtake.server.engine.plan import Plan, next_frame, pending_count, plan_request
 from longtake.server.engine.publish import Making, Position, Published, publish
 from longtake.server.engine.restore import restore
 from longtake.server.engine.sessions import HotSessions, Live
 from longtake.server.engine.store_calls import StoreCalls
+from longtake.server.engine.track import SessionCamera
 from longtake.server.engine.views import advanced_view
 from longtake.server.engine.workers import Workers
 from longtake.server.model.world import ChunkCamera, ChunkOutput, Conditions, State, WorldModel
 from longtake.state_cache import ChunkRecord, Commit, Fence, Fingerprint, Head, RequestRecord, SessionRecord
 
 log = logging.getLogger(__name__)
+
+OnCommit = Callable[[ChunkRecord], None]
+"""Hears of every chunk once it is durable."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +48,9 @@ class Task:
     session: SessionRecord
     head: Head
     camera: SessionCamera
+    command: Command
     plan: Plan
     key: str | None
-    fingerprint: str
     progress: RequestRecord | None
 
     @property
@@ -57,7 +68,7 @@ class Task:
         if self.key is None:
             return None
         return RequestRecord(
-            fingerprint=self.fingerprint,
+            fingerprint=self.command.fingerprint,
             first_chunk=self.first_chunk,
             chunks=chunk + 1 - self.first_chunk,
             frames_used=frames_used,
@@ -71,67 +82,91 @@ class Advancer:
     """Advances sessions, one request at a time each."""
 
     def __init__(
-        self, model: WorldModel, store: StoreCalls, workers: Workers, hot: HotSessions, keep_snapshots: int
+        self,
+        model: WorldModel,
+        store: StoreCalls,
+        workers: Workers,
+        hot: HotSessions,
+        limits: Limits,
+        metrics: Metrics,
     ) -> None:
         self._model = model
         self._calls = store
         self._store = store.store
         self._workers = workers
         self._hot = hot
-        self._keep_snapshots = keep_snapshots
+        self._limits = limits
+        self._metrics = metrics
         self._fingerprint = Fingerprint(model.weights_fingerprint, model.numerics_fingerprint)
         self._keys = RunningKeys()
 
-    async def advance(self, session_id: str, request: PostChunks, key: str | None) -> Outcome:
-        """Generate and commit every chunk that the request makes whole.
+    async def advance(
+        self, session_id: str, request: PostChunks, uploads: Uploads, key: str | None, on_commit: OnCommit
+    ) -> Outcome:
+        """Make and commit every chunk that the request makes whole.
+
+        Args:
+            session_id: the session.
+            request: what to do.
+            uploads: the files that belong to it.
+            key: its idempotency key.
+            on_commit: called with every chunk of the request, in order, as soon as it is durable.
 
         Raises `ProblemError`. Chunks committed before a failure stay; the problem then says how many (`committed`).
         """
         with self._keys.claim(session_id, key), self._workers.admitted():
+            command = await self._workers.read_upload(
+                read_command, request, uploads, self._model.spec, self._limits.clip
+            )
             async with self._hot.exclusive(session_id):
-                return await self._advance(session_id, request, key)
+                return await self._advance(session_id, command, key, on_commit)
 
-    async def _advance(self, session_id: str, request: PostChunks, key: str | None) -> Outcome:
-        task, fence = await self._task(session_id, request, key)
+    async def _advance(self, session_id: str, command: Command, key: str | None, on_commit: OnCommit) -> Outcome:
+        task, fence = await self._task(session_id, command, key)
         live = self._hot.get(session_id)
         if not task.done and (live is None or not live.stands_at(fence, task.head)):
             mine = await self._calls.call(self._store.open, session_id)
-            task, _ = await self._task(session_id, request, key)
+            task, _ = await self._task(session_id, command, key)
             live = None if task.done else await self._restore(task, mine)
+            self._metrics.resumes.labels("store").inc(live is not None)
+        elif live is not None:
+            self._metrics.resumes.labels("memory").inc()
+        earlier = await self._earlier(task)
+        for record in earlier:
+            on_commit(record)
         if task.done or live is None:
-            return await self._replay(task)
+            return self._replay(task, earlier)
         try:
-            return await self._run(task, live)
+            return await self._run(task, live, earlier, on_commit)
         except BaseException:
             self._hot.drop(session_id)
             raise
 
-    async def _task(self, session_id: str, request: PostChunks, key: str | None) -> tuple[Task, Fence | None]:
+    async def _task(self, session_id: str, command: Command, key: str | None) -> tuple[Task, Fence | None]:
         """Read where the session stands and plan the request from there; refuses without having changed anything."""
         session, head, fence = await self._calls.call(self._store.read, session_id)
         progress = None if key is None else await self._calls.call(self._store.request, session_id, key)
-        fingerprint = request_fingerprint(request)
-        if progress is not None and progress.fingerprint != fingerprint:
+        if progress is not None and progress.fingerprint != command.fingerprint:
             raise ProblemError("idempotency_key_reused", "this key was used with another request", "Idempotency-Key")
-        _check_position(request, head, progress)
+        _check_position(command.request, head, progress)
         camera = SessionCamera.of(session, self._model.spec)
         used = 0 if progress is None else progress.frames_used
         plan = (
             Plan([], head.cursor, used)
             if progress is not None and progress.done
-            else plan_request(request, head.cursor, camera, used)
+            else await self._workers.io(plan_request, command, head, camera, used)
         )
-        return Task(session, head, camera, plan, key, fingerprint, progress), fence
+        return Task(session, head, camera, command, plan, key, progress), fence
 
     async def _restore(self, task: Task, fence: Fence) -> Live:
         conditions, state = await self._calls.call(restore, self._store, self._model, task.session, task.head)
         return Live(fence, task.head.revision, task.head.chunk, conditions, state)
 
-    async def _replay(self, task: Task) -> Outcome:
+    def _replay(self, task: Task, records: list[ChunkRecord]) -> Outcome:
         assert task.progress is not None
-        records = await self._earlier(task)
         next_chunk = task.first_chunk + task.progress.chunks
-        return Outcome(advanced_view(task.session.id, records, next_chunk, task.progress.pending_poses), replayed=True)
+        answer = advanced_view(task.session.id, task.command, records, next_chunk, task.progress.pending_poses)
+        return Outcome(answer, replayed=True)
 
     async def _earlier(self, task: Task) -> list[ChunkRecord]:
         """Chunks of this request that earlier attempts committed."""
@@ -140,22 +175,39 @@ class Advancer:
         stop = task.first_chunk + task.progress.chunks
         return await self._calls.call(self._store.chunks, task.session.id, task.first_chunk, stop)
 
-    async def _run(self, task: Task, live: Live) -> Outcome:
-        earlier = await self._earlier(task)
+    async def _run(self, task: Task, live: Live, earlier: list[ChunkRecord], on_commit: OnCommit) -> Outcome:
         published: list[Published] = []
         try:
-            state = await self._generate(task, live, published)
+            state = await self._make(task, live, published, on_commit)
             if not task.plan.chunks:
                 await self._calls.call(self._store.commit, _pending_commit(task, live.fence))
         except Exception as error:
-            raise _with_progress(error, len(earlier) + len(published), task.head.chunk + 1 + len(published)) from error
+            raise await self._with_progress(error, task, len(earlier) + len(published)) from error
         head = task.head.chunk + len(published)
         self._hot.put(task.session.id, replace(live, chunk=head, state=state))
         records = earlier + [chunk.record for chunk in published]
-        answer = advanced_view(task.session.id, records, head + 1, pending_count(task.plan.cursor))
+        pending = pending_count(task.plan.cursor)
+        answer = advanced_view(task.session.id, task.command, records, head + 1, pending)
         return Outcome(answer, commit_ms=sum(chunk.commit_ms for chunk in published))
 
-    async def _generate(self, task: Task, live: Live, published: list[Published]) -> State:
+    async def _with_progress(self, error: Exception, task: Task, committed: int) -> ProblemError:
+        """The failure as a problem that says how far the request came, if that is known.
+
+        A commit whose answer was lost may have happened: then only the store knows.
+        """
+        if not isinstance(error, ProblemError):
+            log.error("a request failed", exc_info=error)
+            error = ProblemError("internal_error", "the server failed; chunks committed before stay")
+        if error.code == "store_unavailable":
+            try:
+                _, head, _ = await self._calls.call(self._store.read, task.session.id)
+            except ProblemError:
+                return error
+            committed = head.chunk + 1 - task.first_chunk
+        error.extra = {"committed": committed, "next_chunk": task.first_chunk + committed} | error.extra
+        return error
+
+    async def _make(self, task: Task, live: Live, published: list[Published], on_commit: OnCommit) -> State:
         """Compute the planned chunks one after the other, committing each while the next one computes.
 
         Appends to `published` in order and returns the state after the last. When a step fails, the commit under way
@@ -165,14 +217,16 @@ class Advancer:
         committing: asyncio.Task[Published] | None = None
         for offset in range(len(task.plan.chunks)):
             try:
+                self._workers.check_open()
                 output, queue_ms = await self._compute(task, live.conditions, state, offset)
             finally:
                 if committing is not None:
-                    published.append(await committing)
+                    published.append(await _finished(committing))
             state = output.state
-            committing = asyncio.create_task(self._publish(task, live.fence, offset, output, queue_ms))
+            publishing = self._publish(task, live.fence, offset, output, queue_ms, on_commit)
+            committing = asyncio.create_task(publishing)
         if committing is not None:
-            published.append(await committing)
+            published.append(await _finished(committing))
         return state
 
     async def _compute(
@@ -180,9 +234,13 @@ class Advancer:
     ) -> tuple[ChunkOutput, float]:
         step, index = task.plan.chunks[offset], task.head.chunk + 1 + offset
         camera = ChunkCamera(step.poses, step.intrinsics, task.camera.intrinsics)
+        if step.clip is not None:
+            return await self._workers.compute(self._model.observe, conditions, state, index, camera, step.clip)
         return await self._workers.compute(self._model.generate, conditions, state, index, camera, task.session.seed)
 
-    async def _publish(self, task: Task, fence: Fence, offset: int, output: ChunkOutput, queue_ms: float) -> Published:
+    async def _publish(
+        self, task: Task, fence: Fence, offset: int, output: ChunkOutput, queue_ms: float, on_commit: OnCommit
+    ) -> Published:
         step, head = task.plan.chunks[offset], task.head.chunk + offset
         position = Position(
             session_id=task.session.id,
@@ -194,10 +252,27 @@ class Advancer:
             request=task.request_record(head + 1, step.frames_used, done=step is task.plan.chunks[-1]),
         )
         making = Making(task.session.seed, self._fingerprint, self._model.spec.fps, queue_ms)
-        published = await self._calls.call(publish, self._store, position, step, output, making)
+        try:
+            published = await self._calls.call(publish, self._store, position, step, output, making)
+        except ProblemError as problem:
+            self._metrics.commits.labels(problem.code).inc()
+            raise
+        self._metrics.commits.labels("ok").inc()
+        record = published.record
+        self._metrics.chunk(record.kind, len(output.frames), record.timings_ms, published.commit_ms)
+        on_commit(record)
         with suppress(ProblemError):  # the chunk is committed; the next one prunes again
-            await self._calls.call(self._store.prune_snapshots, task.session.id, fence, self._keep_snapshots)
+            await self._calls.call(self._store.prune_snapshots, task.session.id, fence, self._limits.keep_snapshots)
         return published
+
+
+async def _finished(committing: asyncio.Task[Published]) -> Published:
+    """The commit under way: waited for even when the request is cancelled meanwhile."""
+    try:
+        return await asyncio.shield(committing)
+    except asyncio.CancelledError:
+        await asyncio.wait([committing])
+        raise
 
 
 def _check_position(request: PostChunks, head: Head, progress: RequestRecord | None) -> None:
@@ -234,12 +309,3 @@ def _pending_commit(task: Task, fence: Fence) -> Commit:
         key=task.key,
         request=task.request_record(task.head.chunk, task.plan.frames_used, done=True),
     )
-
-
-def _with_progress(error: Exception, committed: int, next_chunk: int) -> ProblemError:
-    """The failure as a problem that says how far the request came."""
-    if not isinstance(error, ProblemError):
-        log.error("a request failed", exc_info=error)
-        error = ProblemError("internal_error", "the server failed; chunks committed before stay")
-    error.extra = {"committed": committed, "next_chunk": next_chunk} | error.extra
-    return error

@@ -1,7 +1,6 @@
 """Begin a session: check everything, encode the first frame and the prompt, then write once."""
 
 import base64
-import binascii
 import hashlib
 import re
 import secrets
@@ -15,12 +14,13 @@ from longtake.api_schemas.problems import ProblemError
 from longtake.api_schemas.resources import CreateSession, Session
 from longtake.server.camera.intrinsics import Crop, check_intrinsics, default_intrinsics, intrinsics_warnings
 from longtake.server.camera.poses import check_poses, to_opencv
-from longtake.server.engine.keys import RunningKeys, request_fingerprint
+from longtake.server.engine.command import request_fingerprint
+from longtake.server.engine.keys import RunningKeys
 from longtake.server.engine.plan import start_cursor
 from longtake.server.engine.store_calls import StoreCalls
 from longtake.server.engine.views import new_session_view
 from longtake.server.engine.workers import Workers
-from longtake.server.model.world import Conditions, Frames, WorldModel
+from longtake.server.model.world import Conditions, Frames, ModelSpec, WorldModel
 from longtake.server.video.images import read_first_frame, resize_crop
 from longtake.state_cache import Fingerprint, SessionExists, SessionRecord, new_session_id, save_tensors
 
@@ -42,41 +42,49 @@ class FirstView:
 class Creator:
     """Makes sessions."""
 
-    def __init__(self, model: WorldModel, calls: StoreCalls, workers: Workers) -> None:
+    def __init__(self, model: WorldModel, calls: StoreCalls, workers: Workers, ttl_s: int | None) -> None:
         self._model = model
         self._calls = calls
         self._workers = workers
+        self._ttl_s = ttl_s
         self._keys = RunningKeys()
 
-    async def create(self, request: CreateSession, key: str | None) -> tuple[Session, bool]:
+    async def create(
+        self, request: CreateSession, image: bytes | None, key: str | None, owner: str
+    ) -> tuple[Session, bool]:
         """The new session, or the one that an earlier request with this key made (then True). Raises `ProblemError`."""
         if request.model not in (None, self._model.spec.id):
             raise ProblemError("model_not_found", "this server does not serve that model", "model")
-        with self._keys.claim("create", key), self._workers.admitted():
-            view = await self._workers.io(first_view, request, self._model.spec.width, self._model.spec.height)
-            session_id, claim = await self._claim(request, key)
+        with self._keys.claim(f"create {owner}", key), self._workers.admitted():
+            view = await self._workers.read_upload(first_view, request, image, self._model.spec)
+            session_id, claim = await self._claim(request_fingerprint(request, [image or b""]), key, owner)
             try:
                 return await self._calls.call(self._read, session_id), True
             except ProblemError as problem:
                 if problem.code != "session_not_found":
                     raise
             conditions, _ = await self._workers.compute(self._model.condition, view.image, request.prompt)
-            return await self._calls.call(self._write, request, session_id, claim, view, conditions)
+            return await self._calls.call(self._write, request, session_id, claim, owner, view, conditions)
 
-    async def _claim(self, request: CreateSession, key: str | None) -> tuple[str, str | None]:
+    async def _claim(self, mine: str, key: str | None, owner: str) -> tuple[str, str | None]:
         """The id to create, the same one for every attempt with this key, and the claim on it."""
         session_id = new_session_id()
         if key is None:
             return session_id, None
-        claim = hashlib.sha256(f"sessions\n{key}".encode()).hexdigest()
-        mine = request_fingerprint(request)
+        claim = hashlib.sha256(f"sessions\n{owner}\n{key}".encode()).hexdigest()
         fingerprint, session_id = await self._calls.call(self._calls.store.claim, claim, mine, session_id)
         if fingerprint != mine:
             raise ProblemError("idempotency_key_reused", "this key was used with another request", "Idempotency-Key")
         return session_id, claim
 
     def _write(
-        self, request: CreateSession, session_id: str, claim: str | None, view: FirstView, conditions: Conditions
+        self,
+        request: CreateSession,
+        session_id: str,
+        claim: str | None,
+        owner: str,
+        view: FirstView,
+        conditions: Conditions,
     ) -> tuple[Session, bool]:
         store = self._calls.store
         session = SessionRecord(
@@ -93,6 +101,8 @@ class Creator:
             conditions=save_tensors(store, session_id, conditions.to_tensors()),
             warnings=view.warnings,
             create_key=claim,
+            owner=owner,
+            ttl_s=request.ttl_s or self._ttl_s,
         )
         try:
             store.create(session, start_cursor())
@@ -104,9 +114,9 @@ class Creator:
         return new_session_view(self._calls.store.read(session_id)[0], self._model.spec)
 
 
-def first_view(request: CreateSession, width: int, height: int) -> FirstView:
+def first_view(request: CreateSession, file: bytes | None, spec: ModelSpec) -> FirstView:
     """Check image, pose and intrinsics; bring the image to the model's size. Raises `ProblemError` naming the field."""
-    image = read_first_frame(image_bytes(request.image), "image")
+    image = read_first_frame(image_bytes(request.image, file), "image")
     size = (image.shape[1], image.shape[0])
     pose = np.eye(4) if request.first_pose is None else check_poses([request.first_pose], "first_pose")[0]
     intrinsics_size = request.intrinsics_size or size
@@ -119,7 +129,7 @@ def first_view(request: CreateSession, width: int, height: int) -> FirstView:
         warnings += intrinsics_warnings(checked, *intrinsics_size)
         intrinsics = checked[0]
     return FirstView(
-        image=resize_crop(image, Crop.fit(*size, width, height)),
+        image=resize_crop(image, Crop.fit(*size, spec.width, spec.height)),
         first_pose=to_opencv(pose[None], request.convention)[0],
         intrinsics=intrinsics,
         intrinsics_size=intrinsics_size,
@@ -128,12 +138,17 @@ def first_view(request: CreateSession, width: int, height: int) -> FirstView:
     )
 
 
-def image_bytes(data_url: str) -> bytes:
-    """The bytes of an image data URL. Raises `image_invalid`."""
+def image_bytes(data_url: str | None, file: bytes | None) -> bytes:
+    """The bytes of the first frame, from a data URL or a file part. Raises `invalid_request`, `image_invalid`."""
+    if (data_url is None) == (file is None):
+        raise ProblemError("invalid_request", "give the first frame as a data URL or as a file part", "image")
+    if file is not None:
+        return file
+    assert data_url is not None
     match = _DATA_URL.match(data_url)
     if match is None:
         raise ProblemError("image_invalid", "give a data URL: data:image/png;base64,…", "image")
     try:
         return base64.b64decode(data_url[match.end() :], validate=True)
-    except binascii.Error as error:
+    except ValueError as error:
         raise ProblemError("image_invalid", "the data URL is not base64", "image") from error

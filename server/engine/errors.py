@@ -45,7 +45,11 @@ def store_problems() -> Iterator[None]:
         raise ProblemError(
             "in_progress", "another server has just finished this request; ask again", retry_after=1
         ) from error
-    except (StoreUnavailable, StoreUnsuitable) as error:
+    except StoreUnsuitable as error:
+        raise ProblemError(
+            "store_unavailable", f"the session store is not fit to serve: {error}", retry_after=30
+        ) from error
+    except StoreUnavailable as error:
         raise ProblemError("store_unavailable", "the session store can not serve now", retry_after=2) from error
     except StoreFull as error:
         raise ProblemError("store_full", "the session store has no room left", retry_after=30) from error

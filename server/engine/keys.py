@@ -1,17 +1,9 @@
-"""Idempotency keys: what a request is compared by, and which requests are running now."""
+"""Which idempotency keys belong to requests that are running now."""
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from pydantic import BaseModel
-
 from longtake.api_schemas.problems import ProblemError
-
-
-def request_fingerprint(request: BaseModel) -> str:
-    """Hash of the parsed parameters: what a repeated key must match."""
-    return hashlib.sha256(request.model_dump_json().encode()).hexdigest()
 
 
 class RunningKeys:

@@ -69,7 +69,7 @@ def publish(store: Store, position: Position, plan: ChunkPlan, output: ChunkOutp
         digest = state_digest(output.state)
     record = ChunkRecord(
         index=index,
-        kind="generate",
+        kind="generate" if plan.clip is None else "observe",
         poses=plan.poses.astype("<f8").tobytes(),
         intrinsics=plan.intrinsics.astype("<f8").tobytes(),
         seed=making.seed,

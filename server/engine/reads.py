@@ -1,43 +1,57 @@
 """Reading what is committed: sessions, chunks, video, and frames decoded again from their latents."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 
 from torch import Tensor
 
 from longtake.api_schemas.problems import ProblemError
 from longtake.api_schemas.resources import Chunk, ChunkList, Session, SessionList
+from longtake.server.engine.metrics import Metrics
 from longtake.server.engine.store_calls import StoreCalls
 from longtake.server.engine.views import chunk_view, session_view
 from longtake.server.engine.workers import Workers
 from longtake.server.model.world import Conditions, WorldModel
 from longtake.server.video.images import frames_digest, png_zip
 from longtake.server.video.segments import from_zero
-from longtake.state_cache import ChunkRecord, StoreStatus, load_file, load_tensors
+from longtake.state_cache import ChunkRecord, SessionNotFound, StoreStatus, load_file, load_tensors
 
 
 class Reader:
     """Reads sessions; changes nothing."""
 
-    def __init__(self, model: WorldModel, calls: StoreCalls, workers: Workers) -> None:
+    def __init__(self, model: WorldModel, calls: StoreCalls, workers: Workers, metrics: Metrics) -> None:
         self._model = model
         self._calls = calls
         self._store = calls.store
         self._workers = workers
+        self._metrics = metrics
 
     async def session(self, session_id: str) -> Session:
         """Where a session stands."""
         session, head, _ = await self._calls.call(self._store.read, session_id)
         return session_view(session, head, self._model.spec)
 
-    async def sessions(self, limit: int, after: str | None) -> SessionList:
-        """Sessions, newest first; one deleted while listing is left out."""
-        ids = await self._calls.call(self._store.list, limit, after)
-        found: list[Session] = []
-        for session_id in ids:
-            with suppress(ProblemError):
-                found.append(await self.session(session_id))
-        return SessionList(data=found, next=ids[-1] if len(ids) == limit else None)
+    async def check_owner(self, session_id: str, owner: str) -> None:
+        """Raises `session_not_found` unless the session belongs to `owner`."""
+        session = (await self._calls.call(self._store.read, session_id))[0]
+        if session.owner != owner:
+            raise ProblemError("session_not_found", "there is no such session", "session_id")
+
+    async def sessions(self, owner: str, limit: int, after: str | None) -> SessionList:
+        """An owner's sessions, newest first; one deleted while listing is left out."""
+
+        def read() -> tuple[list[Session], str | None]:
+            ids = self._store.list(limit, after, owner)
+            found = []
+            for session_id in ids:
+                with suppress(SessionNotFound):
+                    session, head, _ = self._store.read(session_id)
+                    found.append(session_view(session, head, self._model.spec))
+            return found, ids[-1] if len(ids) == limit else None
+
+        found, following = await self._calls.call(read)
+        return SessionList(data=found, next=following)
 
     async def chunk(self, session_id: str, index: int) -> Chunk:
         """One chunk. Raises `chunk_not_found`."""
@@ -52,23 +66,18 @@ class Reader:
     async def chunk_video(self, session_id: str, index: int) -> bytes:
         """One chunk as an MP4 that plays by itself."""
         record = await self._calls.call(self._store.chunk, session_id, index)
-        return from_zero(await self._segment(session_id, record))
+        return from_zero(await self.segment(session_id, record))
 
-    async def video(self, session_id: str) -> tuple[int, AsyncIterator[bytes]]:
-        """Everything so far as one MP4: its size and its pieces. Raises `chunk_not_found` while there is none."""
+    async def video(self, session_id: str) -> "Video":
+        """Everything so far as one MP4. Raises `chunk_not_found` while there is none."""
         head = (await self._calls.call(self._store.read, session_id))[1]
         records = await self._calls.call(self._store.chunks, session_id, 0, head.chunk + 1)
         if not records:
             raise ProblemError("chunk_not_found", "the session has no chunk yet")
-        size = records[0].init_size + sum(record.segment.size - record.init_size for record in records)
-        return size, self._pieces(session_id, records)
+        return Video(self, session_id, records)
 
-    async def _pieces(self, session_id: str, records: list[ChunkRecord]) -> AsyncIterator[bytes]:
-        for record in records:
-            segment = await self._segment(session_id, record)
-            yield segment if record is records[0] else segment[record.init_size :]
-
-    async def _segment(self, session_id: str, record: ChunkRecord) -> bytes:
+    async def segment(self, session_id: str, record: ChunkRecord) -> bytes:
+        """Initialisation and media of one chunk, at its place in the take."""
         return await self._calls.call(load_file, self._store, session_id, record.segment)
 
     async def frames(self, session_id: str, index: int) -> bytes:
@@ -99,4 +108,35 @@ class Reader:
 
     async def status(self) -> StoreStatus:
         """How the store is."""
-        return await self._calls.call(self._store.check)
+        status = await self._calls.call(self._store.check)
+        self._metrics.store_bytes.set(status.used_bytes)
+        return status
+
+
+class Video:
+    """All chunks of a session as one MP4 file, read piece by piece."""
+
+    def __init__(self, reader: Reader, session_id: str, records: list[ChunkRecord]) -> None:
+        self._reader = reader
+        self._session_id = session_id
+        self._records = records
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return sum(stop - start for _, start, stop in self._parts())
+
+    async def pieces(self, start: int, stop: int) -> AsyncIterator[bytes]:
+        """The file's bytes start…stop-1, a chunk at a time."""
+        offset = 0
+        for record, first, last in self._parts():
+            size = last - first
+            if offset < stop and start < offset + size:
+                segment = (await self._reader.segment(self._session_id, record))[first:last]
+                yield segment[max(0, start - offset) : stop - offset]
+            offset += size
+
+    def _parts(self) -> Iterator[tuple[ChunkRecord, int, int]]:
+        """Each chunk with the range of its segment that the file holds: the first one brings the initialisation."""
+        for record in self._records:
+            yield record, 0 if record is self._records[0] else record.init_size, record.segment.size

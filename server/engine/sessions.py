@@ -41,6 +41,9 @@ class HotSessions:
         async with lock:
             yield
 
+    def __len__(self) -> int:
+        return len(self._live)
+
     def get(self, session_id: str) -> Live | None:
         """The session if it is in memory."""
         if session_id in self._live:

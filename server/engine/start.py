@@ -1,35 +1,68 @@
 """Start what the engine needs, in order: threads, the session store, the model."""
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from urllib.parse import urlsplit
 
 import torch
 
 from longtake.server.engine.engine import Engine
+from longtake.server.engine.limits import Limits
 from longtake.server.model.registry import UnknownModelError, load_model
-from longtake.server.settings import Settings
-from longtake.state_cache import EmbeddedServer, RedisStore, StoreError
+from longtake.server.settings import Settings, StartError
+from longtake.server.video.clips import ClipLimits
+from longtake.state_cache import EmbeddedServer, RedisStore, Store, StoreError, StoreUnavailable
 
-START_ERRORS = (StoreError, UnknownModelError)
-"""What `start_engine` raises when the settings or the store do not allow a start."""
+log = logging.getLogger(__name__)
+
+WEEK = 7 * 86400
+"""Seconds; how long an idle session lives in a store that others share."""
 
 
 @contextmanager
 def start_engine(settings: Settings) -> Iterator[Engine]:
     """A running engine. Without a store URL it runs a store of its own and stops it at the end.
 
-    Blocks while the model loads. Raises `StoreError` when the store can not be used.
+    Blocks while the model loads. Raises `StartError` when the store or the model can not be had.
     """
     torch.set_num_threads(settings.threads or os.cpu_count() or 1)
     with ExitStack() as stack:
-        store = RedisStore(settings.state_url or _embedded(settings, stack), settings.key_prefix)
-        stack.callback(store.close)
-        store.check()
-        model = load_model(settings.model)
-        engine = Engine(model, store, settings.queue_size, settings.hot_sessions, settings.keep_snapshots)
+        try:
+            store = _store(settings, stack)
+            model = load_model(settings.model, settings.device)
+        except (StoreError, UnknownModelError) as error:
+            raise StartError(str(error)) from error
+        limits = Limits(
+            queue_size=settings.queue_size,
+            hot_sessions=settings.hot_sessions,
+            keep_snapshots=settings.keep_snapshots,
+            ttl_s=settings.ttl_s or (WEEK if settings.state_url else None),
+            clip=ClipLimits(frames=settings.max_clip_frames),
+        )
+        engine = Engine(model, store, limits)
         stack.callback(engine.close)
         yield engine
+
+
+def _store(settings: Settings, stack: ExitStack) -> Store:
+    """The session store, checked; `stack` closes it."""
+    url = settings.state_url or _embedded(settings, stack)
+    try:
+        store = RedisStore(url, settings.key_prefix)
+    except ValueError as error:
+        raise StartError("LONGTAKE_STATE_URL is not the URL of a Redis or Valkey server") from error
+    stack.callback(store.close)
+    try:
+        status = store.check()
+    except StoreUnavailable as error:
+        where = urlsplit(url)._replace(netloc=urlsplit(url).netloc.rpartition("@")[2]).geturl()
+        raise StoreUnavailable(f"no session store answers at {where}: {error.__cause__ or error}") from error
+    log.info("sessions are kept in %s %s, durability %s", status.server, status.version, status.durability)
+    if status.durability != "strict":
+        log.warning("a crash of the store may lose what was acknowledged: set appendonly yes and appendfsync always")
+    return store
 
 
 def _embedded(settings: Settings, stack: ExitStack) -> str:

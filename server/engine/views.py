@@ -5,6 +5,7 @@ from typing import cast
 
 from longtake.api_schemas.camera import Pose
 from longtake.api_schemas.resources import CHUNK_FRAMES, LATENT_FRAMES, Advanced, Chunk, ChunkShape, Model, Session
+from longtake.server.engine.command import Command
 from longtake.server.engine.plan import next_frame, pending_count, start_cursor
 from longtake.server.model.world import ModelSpec, WorldModel
 from longtake.state_cache import ChunkRecord, Head, SessionRecord
@@ -42,7 +43,7 @@ def session_view(session: SessionRecord, head: Head, spec: ModelSpec) -> Session
         prompt=session.prompt,
         seed=session.seed,
         created_at=datetime.fromtimestamp(session.created_at, UTC),
-        expires_at=None,
+        expires_at=None if head.expires_at is None else datetime.fromtimestamp(head.expires_at, UTC),
         first_pose=_pose(session.first_pose),
         revision=head.revision,
         parent=None,
@@ -71,9 +72,16 @@ def chunk_view(session_id: str, record: ChunkRecord) -> Chunk:
     )
 
 
-def advanced_view(session_id: str, records: list[ChunkRecord], next_chunk: int, pending: int) -> Advanced:
+def advanced_view(
+    session_id: str, command: Command, records: list[ChunkRecord], next_chunk: int, pending: int
+) -> Advanced:
     """What a request added, and where the session stands then."""
+    given = None if command.clip is None else len(command.clip)
+    used = CHUNK_FRAMES * len(records)
     return Advanced(
+        frames_used=None if given is None else used,
+        frames_unused=None if given is None else given - used,
+        resolved=None if command.trajectory is None else command.trajectory.resolved,
         data=[chunk_view(session_id, record) for record in records],
         pending_poses=pending,
         next_chunk=next_chunk,

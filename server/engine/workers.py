@@ -19,6 +19,7 @@ class Workers:
     def __init__(self, queue_size: int, io_threads: int = 4) -> None:
         self._compute = ThreadPoolExecutor(1, "compute")
         self._io = ThreadPoolExecutor(io_threads, "io")
+        self._uploads = ThreadPoolExecutor(1, "uploads")
         self._places = queue_size
         self._open = True
 
@@ -30,8 +31,7 @@ class Workers:
     @contextmanager
     def admitted(self) -> Iterator[None]:
         """A place for one request while it waits and runs. Raises `queue_full` or `shutting_down`."""
-        if not self._open:
-            raise ProblemError("shutting_down", "the server is shutting down", retry_after=5)
+        self.check_open()
         if self._places == 0:
             raise ProblemError("queue_full", "all places in the queue are taken", retry_after=2)
         self._places -= 1
@@ -39,6 +39,15 @@ class Workers:
             yield
         finally:
             self._places += 1
+
+    def check_open(self) -> None:
+        """Raises `shutting_down` once `drain` was called."""
+        if not self._open:
+            raise ProblemError("shutting_down", "the server is shutting down", retry_after=5)
+
+    def drain(self) -> None:
+        """Admit nothing more; requests that run stop at their next chunk."""
+        self._open = False
 
     async def compute(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> tuple[R, float]:
         """Run on the compute thread; also returns the milliseconds spent waiting for it."""
@@ -54,8 +63,13 @@ class Workers:
         """Run on one of the other threads."""
         return await asyncio.get_running_loop().run_in_executor(self._io, lambda: function(*args, **kwargs))
 
+    async def read_upload(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run on the thread that decodes uploads: one at a time, since pictures are large."""
+        return await asyncio.get_running_loop().run_in_executor(self._uploads, lambda: function(*args, **kwargs))
+
     def close(self) -> None:
-        """Admit nothing more and wait for what runs."""
-        self._open = False
+        """Drain, and wait for what runs."""
+        self.drain()
         self._compute.shutdown()
         self._io.shutdown()
+        self._uploads.shutdown()

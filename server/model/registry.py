@@ -12,10 +12,10 @@ from longtake.server.model.weights import build_transformer, untrained_weights
 from longtake.server.model.world import ModelSpec, WorldModel
 
 
-def tiny_untrained() -> WorldModel:
+def tiny_untrained(device: str) -> WorldModel:
     """The whole architecture at a small size with random weights: what it shows is noise, what it keeps is real."""
     config = TINY_UNTRAINED
-    transformer = build_transformer(config, untrained_weights(config, seed=0), dtype=torch.float32)
+    transformer = build_transformer(config, untrained_weights(config, seed=0), dtype=torch.float32, device=device)
     vae = CausalVideoVAE(TINY_VAE)
     init_untrained(vae, seed=0)
     spec = ModelSpec(
@@ -27,12 +27,12 @@ def tiny_untrained() -> WorldModel:
     return StreamingModel(
         spec,
         transformer,
-        vae.requires_grad_(requires_grad=False).eval(),
+        vae.requires_grad_(requires_grad=False).eval().to(device),
         lambda prompt: embed_words(prompt, config.model_max_length, config.caption_channels),
     )
 
 
-MODELS: dict[str, Callable[[], WorldModel]] = {"tiny-untrained": tiny_untrained}
+MODELS: dict[str, Callable[[str], WorldModel]] = {"tiny-untrained": tiny_untrained}
 """Every model id with what loads it."""
 
 
@@ -40,8 +40,14 @@ class UnknownModelError(ValueError):
     """No model has this id."""
 
 
-def load_model(name: str) -> WorldModel:
-    """Load a model. Raises `UnknownModelError`, naming those there are."""
+def load_model(name: str, device: str = "cpu") -> WorldModel:
+    """Load a model on to a device, which is set to repeat itself to the bit.
+
+    Raises `UnknownModelError`, naming those there are.
+    """
     if name not in MODELS:
         raise UnknownModelError(f"there is no model {name!r}; choose one of: {', '.join(sorted(MODELS))}")
-    return MODELS[name]()
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.allow_tf32 = False
+    return MODELS[name](device)

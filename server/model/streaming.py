@@ -35,6 +35,7 @@ class StreamingModel:
         self.decoder_history = decoder_history_chunks(vae.config)
         self.weights_fingerprint = weights_fingerprint(spec.id, transformer, vae)
         self.numerics_fingerprint = numerics_fingerprint(transformer.device, transformer.dtype)
+        self.device = transformer.device.type
         self._transformer = transformer
         self._vae = vae
         self._encode_text = encode_text
@@ -43,9 +44,8 @@ class StreamingModel:
     def condition(self, first_frame: Frames, prompt: str) -> Conditions:
         """Encode the first frame (uint8 [H,W,3] of the model's size) and the prompt."""
         pixels = torch.from_numpy(first_frame.copy())
-        frames = (pixels.permute(2, 0, 1).float() / 127.5 - 1)[None, :, None]
         text, mask = self._encode_text(prompt)
-        return Conditions(pixels, self._vae.encode(frames), text, mask)
+        return Conditions(pixels, self._vae.encode(self._to_pixels(pixels[None])), text, mask)
 
     def initial_state(self, conditions: Conditions) -> State:
         """Nothing is carried into chunk 0: what it needs of the first frame is in the conditions."""
@@ -58,55 +58,112 @@ class StreamingModel:
         memory = self._memory(state)
         with _timed(timings, "condition"):
             latents = self._noise(conditions, index, seed)
-            chunk = self._condition_chunk(conditions, index, camera, latents)
+            chunk = self._condition_chunk(conditions, index, camera)
         with _timed(timings, "denoise"):
             latents = denoise_chunk(self._transformer, latents, chunk, memory, pinned=int(index == 0))
-            absorbed = absorb_chunk(self._transformer, latents, chunk, memory)
-        with _timed(timings, "decode"):
-            frames, cache = self._vae.decode(latents, _decoder_cache(state))
-            pixels = to_uint8(frames[0, :, int(index == 0) :]).cpu()
-        after = absorbed.to_tensors() | {_DECODER + name: x for name, x in cache.items()}
-        after[_LAST_FRAME] = pixels[-1].clone()
-        return ChunkOutput(latents[:, :, -LATENT_FRAMES:].contiguous(), pixels.numpy(), after, timings)
+        return self._absorbed(state, memory, index, chunk, latents, timings)
+
+    @torch.inference_mode()
+    def observe(
+        self, conditions: Conditions, state: State, index: int, camera: ChunkCamera, frames: Frames
+    ) -> ChunkOutput:
+        """Encode real frames [24,H,W,3] behind the last one, absorb them, decode what was understood of them."""
+        timings: dict[str, float] = {}
+        with _timed(timings, "encode_frames"):
+            before = state[_LAST_FRAME] if state else conditions.first_frame
+            clip = torch.cat([before.cpu()[None], torch.from_numpy(frames)])
+            latents = self._vae.encode(self._to_pixels(clip))[:, :, 1:]
+        return self._absorb(conditions, state, index, camera, latents, timings)
+
+    @torch.inference_mode()
+    def absorb(
+        self, conditions: Conditions, state: State, index: int, camera: ChunkCamera, latents: Tensor
+    ) -> ChunkOutput:
+        """Make clean latents [1,C,3,h,w] chunk `index`: what `generate` does after denoising, to the bit."""
+        return self._absorb(conditions, state, index, camera, latents, {})
 
     @torch.inference_mode()
     def decode(self, conditions: Conditions, first_index: int, latents: Sequence[Tensor]) -> Frames:
         """Frames of the last of consecutive chunks; exact when `decoder_history` chunks, or all, come before it."""
-        chunks = list(latents)
+        chunks = [chunk.to(self._transformer.device) for chunk in latents]
         cache = None if first_index == 0 else self._vae.unknown_cache(chunks[0])
         if first_index == 0:
-            chunks[0] = torch.cat([conditions.first_latent, chunks[0]], dim=2)
+            chunks[0] = torch.cat([conditions.first_latent.to(chunks[0]), chunks[0]], dim=2)
         for chunk in chunks:
             frames, cache = self._vae.decode(chunk, cache)
         skip = int(first_index == 0 and len(chunks) == 1)
         decoded: Frames = to_uint8(frames[0, :, skip:]).cpu().numpy()
         return decoded
 
+    def _absorb(
+        self,
+        conditions: Conditions,
+        state: State,
+        index: int,
+        camera: ChunkCamera,
+        latents: Tensor,
+        timings: dict[str, float],
+    ) -> ChunkOutput:
+        with _timed(timings, "condition"):
+            chunk = self._condition_chunk(conditions, index, camera)
+            latents = latents.to(self._transformer.device).contiguous()
+            if index == 0:
+                latents = torch.cat([conditions.first_latent.to(latents), latents], dim=2)
+        return self._absorbed(state, self._memory(state), index, chunk, latents, timings)
+
+    def _absorbed(
+        self,
+        state: State,
+        memory: TransformerState | None,
+        index: int,
+        chunk: ChunkCondition,
+        latents: Tensor,
+        timings: dict[str, float],
+    ) -> ChunkOutput:
+        """One pass at t=0 over all latents of the chunk, [1,C,4,h,w] for chunk 0, then their frames."""
+        with _timed(timings, "absorb"):
+            absorbed = absorb_chunk(self._transformer, latents, chunk, memory)
+        with _timed(timings, "decode"):
+            frames, cache = self._vae.decode(latents, self._decoder_cache(state))
+            pixels = to_uint8(frames[0, :, int(index == 0) :]).cpu()
+        after = absorbed.to_tensors() | {_DECODER + name: x for name, x in cache.items()}
+        after[_LAST_FRAME] = pixels[-1].clone()
+        return ChunkOutput(latents[:, :, -LATENT_FRAMES:].contiguous(), pixels.numpy(), after, timings)
+
+    def _to_pixels(self, clip: Tensor) -> Tensor:
+        """Bytes [T,H,W,3] as [1,3,T,H,W] in [-1,1] on the model's device."""
+        return (clip.permute(3, 0, 1, 2).float() / 127.5 - 1)[None].to(self._transformer.device)
+
     def _memory(self, state: State) -> TransformerState | None:
-        tensors = {name: x for name, x in state.items() if not name.startswith(_DECODER) and name != _LAST_FRAME}
+        tensors = {
+            name: x.to(self._transformer.device)
+            for name, x in state.items()
+            if not name.startswith(_DECODER) and name != _LAST_FRAME
+        }
         return TransformerState.from_tensors(tensors, self._transformer.config) if tensors else None
+
+    def _decoder_cache(self, state: State) -> dict[str, Tensor] | None:
+        device = self._transformer.device
+        cache = {name.removeprefix(_DECODER): x.to(device) for name, x in state.items() if name.startswith(_DECODER)}
+        return cache or None
 
     def _noise(self, conditions: Conditions, index: int, seed: int) -> Tensor:
         """Start of the chunk's latents [1,C,F,h,w]; chunk 0 begins with the clean latent of the first frame."""
         B, C, _, h, w = conditions.first_latent.shape
         first = LATENT_FRAMES * index + 1
         noise = [latent_noise(seed, frame, (B, C, h, w)) for frame in range(first, first + LATENT_FRAMES)]
-        latents = torch.stack(noise, dim=2).to(conditions.first_latent)
-        return torch.cat([conditions.first_latent, latents], dim=2) if index == 0 else latents
+        latents = torch.stack(noise, dim=2).to(self._transformer.device, conditions.first_latent.dtype)
+        return torch.cat([conditions.first_latent.to(latents), latents], dim=2) if index == 0 else latents
 
-    def _condition_chunk(
-        self, conditions: Conditions, index: int, camera: ChunkCamera, latents: Tensor
-    ) -> ChunkCondition:
-        F, h, w = latents.shape[2:]
+    def _condition_chunk(self, conditions: Conditions, index: int, camera: ChunkCamera) -> ChunkCondition:
+        h, w = conditions.first_latent.shape[3:]
         geometry = chunk_geometry(index, camera.poses, camera.intrinsics, camera.first_intrinsics, h, w)
         text = self._transformer.encode_text(conditions.text, conditions.text_mask)
         start = 0 if index == 0 else LATENT_FRAMES * index + 1
-        return self._transformer.encode_chunk(text, start, (F, h, w), geometry.raymap[None], geometry.plucker[None])
-
-
-def _decoder_cache(state: State) -> dict[str, Tensor] | None:
-    cache = {name.removeprefix(_DECODER): x for name, x in state.items() if name.startswith(_DECODER)}
-    return cache or None
+        frames = geometry.raymap.shape[0]
+        return self._transformer.encode_chunk(
+            text, start, (frames, h, w), geometry.raymap[None], geometry.plucker[None]
+        )
 
 
 @contextmanager

@@ -75,6 +75,10 @@ class WorldModel(Protocol):
         """Shape of what it makes."""
 
     @property
+    def device(self) -> str:
+        """Where it runs: `cpu` or `cuda`."""
+
+    @property
     def weights_fingerprint(self) -> str:
         """Changes with the checkpoint or the configuration."""
 
@@ -94,6 +98,16 @@ class WorldModel(Protocol):
 
     def generate(self, conditions: Conditions, state: State, index: int, camera: ChunkCamera, seed: int) -> ChunkOutput:
         """Denoise chunk `index` from `state`, the state after chunk `index - 1`."""
+
+    def observe(
+        self, conditions: Conditions, state: State, index: int, camera: ChunkCamera, frames: Frames
+    ) -> ChunkOutput:
+        """Absorb real frames [24,H,W,3] of the model's size as chunk `index`; its frames are the decoder's view of them."""
+
+    def absorb(
+        self, conditions: Conditions, state: State, index: int, camera: ChunkCamera, latents: Tensor
+    ) -> ChunkOutput:
+        """Absorb clean latents [1,C,3,h,w] as chunk `index`: the state after `generate` of the same latents, to the bit."""
 
     def decode(self, conditions: Conditions, first_index: int, latents: Sequence[Tensor]) -> Frames:
         """Frames of the last of consecutive chunks, from their latents; the first one is chunk `first_index`."""

@@ -1,25 +1,68 @@
 """`/v1/sessions/{id}/chunks`: go on with a take, and read what was made."""
 
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Query, Request, Response
 
 from longtake.api_schemas.resources import Advanced, Chunk, ChunkList, PostChunks
+from longtake.server.engine.command import Uploads
+from longtake.server.routes.bodies import body_schema, read_body
+from longtake.server.routes.leaving import ClosingResponse, while_connected
+from longtake.server.routes.negotiation import wants_video
 from longtake.server.routes.parameters import ChunkIndex, EngineOf, IdempotencyKey, SessionId, problems
 
 router = APIRouter(prefix="/v1/sessions/{session_id}/chunks", tags=["chunks"])
 
 
-@router.post("", status_code=201, operation_id="postChunks", responses=problems(400, 404, 409, 413, 422, 500, 503, 507))
-async def post(
-    session_id: SessionId, body: PostChunks, engine: EngineOf, response: Response, key: IdempotencyKey = None
-) -> Advanced:
+PARTS = {
+    "trajectory": "A camera path; `camera.trajectory` says how to read it.",
+    "cameras": "COLMAP's cameras.txt, when the trajectory is an images.txt.",
+    "frames": "One MP4 or WebM, or a picture a frame: real frames to observe instead of generating.",
+}
+
+
+@router.post(
+    "",
+    status_code=201,
+    operation_id="postChunks",
+    response_model=Advanced,
+    responses={
+        200: {"description": "With `Accept: video/mp4`: each chunk as it is committed.", "content": {"video/mp4": {}}},
+        204: {"description": "With `Accept: video/mp4`: no chunk became whole."},
+        **problems(400, 404, 406, 409, 413, 415, 422, 500, 503, 507),
+    },
+    openapi_extra=body_schema(PostChunks, PARTS),
+)
+async def post(session_id: SessionId, request: Request, engine: EngineOf, key: IdempotencyKey = None) -> Response:
     """Add poses; every 24 of them become a chunk, committed before it is answered."""
-    outcome = await engine.advance(session_id, body, key)
-    response.headers["Server-Timing"] = f"commit;dur={outcome.commit_ms:.3f}"
+    video = wants_video(request)
+    body = await read_body(request, frozenset(PARTS))
+    params = await body.parsed(PostChunks)
+    uploads = Uploads(body.one("trajectory"), body.one("cameras"), body.files.get("frames", ()))
+    if video:
+        return await _streamed(request, engine.stream(session_id, params, uploads, key))
+    outcome = await while_connected(request, engine.advance(session_id, params, uploads, key))
+    headers = {"Server-Timing": f"commit;dur={outcome.commit_ms:.3f}"}
     if outcome.replayed:
-        response.headers["Idempotent-Replayed"] = "true"
-    return outcome.answer
+        headers["Idempotent-Replayed"] = "true"
+    return Response(outcome.answer.model_dump_json(), 201, headers, "application/json")
+
+
+async def _streamed(request: Request, pieces: AsyncGenerator[bytes, None]) -> Response:
+    """Wait for the first chunk, so that what fails before it is a problem, then stream."""
+    first = await while_connected(request, anext(pieces, b""))
+    if not first:
+        return Response(status_code=204)
+
+    async def all_pieces() -> AsyncGenerator[bytes, None]:
+        async with aclosing(pieces):
+            yield first
+            async for piece in pieces:
+                yield piece
+
+    return ClosingResponse(all_pieces(), media_type="video/mp4")
 
 
 @router.get("", operation_id="listChunks", responses=problems(404, 422, 503))

@@ -16,8 +16,29 @@ def engine_of(request: Request) -> Engine:
 
 
 EngineOf = Annotated[Engine, Depends(engine_of)]
-SESSION_PATTERN = r"^ses_[a-z2-7]{39}$"
-SessionId = Annotated[str, Path(pattern=SESSION_PATTERN, description="Id of a session.")]
+
+
+def owner_of(request: Request, authorization: Annotated[str | None, Header(include_in_schema=False)] = None) -> str:
+    """Whose key the request carries; "" on a server without keys. Raises `unauthorized`."""
+    owner = request.app.state.keys.owner(authorization)
+    assert isinstance(owner, str)
+    return owner
+
+
+OwnerOf = Annotated[str, Depends(owner_of)]
+
+
+async def own_session(
+    session_id: Annotated[str, Path(description="Id of a session.")],
+    engine: EngineOf,
+    owner: OwnerOf,
+) -> str:
+    """The session of the address, if it is the caller's; anyone else's is not there. Raises `session_not_found`."""
+    await engine.read.check_owner(session_id, owner)
+    return session_id
+
+
+SessionId = Annotated[str, Depends(own_session)]
 ChunkIndex = Annotated[int, Path(ge=0, le=2**31, description="Index of a chunk.")]
 IdempotencyKey = Annotated[
     str | None,

@@ -1,18 +1,25 @@
 """What the server is and how it is: models, liveness, readiness."""
 
 from fastapi import APIRouter, Response
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from longtake.api_schemas.problems import ProblemError
 from longtake.api_schemas.resources import Health, ModelList, Readiness
-from longtake.server.routes.parameters import EngineOf, problems
+from longtake.server.routes.parameters import EngineOf, OwnerOf, problems
 
 router = APIRouter(tags=["system"])
 
 
-@router.get("/v1/models", operation_id="listModels", responses=problems(503))
-async def models(engine: EngineOf) -> ModelList:
+@router.get("/v1/models", operation_id="listModels", responses=problems(401))
+async def models(engine: EngineOf, _: OwnerOf) -> ModelList:
     """The models of this server."""
     return ModelList(data=[engine.served_model])
+
+
+@router.get("/metrics", operation_id="metrics", response_class=Response)
+async def metrics(engine: EngineOf) -> Response:
+    """Metrics in Prometheus' text format."""
+    return Response(engine.exposition(), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/healthz", operation_id="health")
@@ -30,6 +37,7 @@ async def readyz(engine: EngineOf, response: Response) -> Readiness:
     except ProblemError as problem:
         response.status_code = 503
         return Readiness(ready=False, model=model, store="", durability="none", detail=problem.detail)
-    return Readiness(
-        ready=True, model=model, store=f"{status.server} {status.version}".strip(), durability=status.durability
-    )
+    store = f"{status.server} {status.version}".strip()
+    weak = status.durability == "relaxed"
+    detail = "a crash of the store may lose the last seconds: set appendfsync always" if weak else None
+    return Readiness(ready=True, model=model, store=store, durability=status.durability, detail=detail)

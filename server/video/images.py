@@ -33,7 +33,10 @@ UNROTATE = {
 }
 """What brings an image with this EXIF orientation upright (EXIF 2.32, tag 0x0112)."""
 
-DECODER_ERRORS = (OSError, SyntaxError, ValueError, EOFError, LookupError, TypeError, struct.error, zlib.error)
+DECODER_ERRORS = (
+    *(OSError, SyntaxError, ValueError, EOFError, LookupError, TypeError, AssertionError, ArithmeticError),
+    *(struct.error, zlib.error),
+)
 """What Pillow raises on damaged files."""
 
 ZIP_EPOCH = (1980, 1, 1, 0, 0, 0)

@@ -1,0 +1,85 @@
+"""Who computes an operator: the reference or the Triton kernels."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from longtake.kernels import cam, gdn
+from longtake.kernels.backend import BackendError, numerics, requested, runs_triton, triton_installed
+from longtake.kernels.cam import reference as cam_reference
+from longtake.kernels.gdn import reference as gdn_reference
+
+pytestmark = pytest.mark.skipif(not triton_installed(), reason="triton is not installed")
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if GPU else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def without_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LONGTAKE_KERNELS", raising=False)
+    if not GPU:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+def scan_inputs(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    tokens = torch.rand(3, 1, 2, 1, 16, dtype=dtype, device=DEVICE)
+    gates = torch.rand(2, 1, 1, 2, 1, dtype=dtype, device=DEVICE)
+    return dict(zip("qkv", tokens, strict=True)) | {"beta": gates[0], "decay": gates[1, ..., 0]}
+
+
+def test_cuda_tensors_run_triton_and_others_the_reference() -> None:
+    x = scan_inputs()
+    assert runs_triton(None, *x.values()) is GPU
+    chosen = gdn.gdn_scan(**x)
+    expected = gdn.gdn_scan(**x, backend="triton") if GPU else gdn_reference.gdn_scan(**x)
+    assert torch.equal(chosen[0], expected[0])
+
+
+def test_the_environment_chooses_and_the_argument_overrules_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.zeros(1, device=DEVICE)
+    monkeypatch.setenv("LONGTAKE_KERNELS", "reference")
+    assert not runs_triton(None, x)
+    assert runs_triton("triton", x)
+    assert numerics(DEVICE) == "reference"
+    monkeypatch.setenv("LONGTAKE_KERNELS", "triton")
+    assert runs_triton(None, x)
+    assert not runs_triton("reference", x)
+    assert numerics(DEVICE).startswith("triton 3")
+
+
+def test_an_unknown_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LONGTAKE_KERNELS", "cuda")
+    with pytest.raises(BackendError, match="one of"):
+        requested(None)
+
+
+def test_only_the_reference_takes_float64() -> None:
+    assert not runs_triton(None, scan_inputs(torch.float64)["q"])
+    with pytest.raises(BackendError, match="float64"):
+        gdn.gdn_scan(**scan_inputs(torch.float64), backend="triton")
+
+
+def test_only_the_reference_gives_gradients() -> None:
+    x = scan_inputs()
+    x["v"].requires_grad_()
+    assert not runs_triton(None, *x.values())
+    with pytest.raises(BackendError, match="gradient"):
+        gdn.gdn_scan(**x, backend="triton")
+    with torch.no_grad():
+        assert runs_triton("triton", *x.values())
+
+
+def test_downscale_always_runs_the_reference() -> None:
+    x = [scan_inputs()[name] for name in "qkv"]
+    place = torch.eye(4, device=DEVICE).expand(1, 2, 4, 4)
+    table = torch.ones(2, 4, device=DEVICE)
+    settings = {"q_weight": None, "k_weight": None, "eps": 1e-5, "k_scale": 1.0, "downscale": True}
+    ours = cam.cam_prepare(*x, place, place, table, table, **settings, backend="triton")
+    expected = cam_reference.cam_prepare(*x, place, place, table, table, **settings)
+    assert all(map(torch.equal, ours, expected))
+
+
+def test_a_cpu_tensor_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(BackendError, match="TRITON_INTERPRET=1"):
+        cam.cam_discount(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1), backend="triton")
