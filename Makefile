@@ -22,7 +22,8 @@ serve: $(VENV)/.run  ## serve on http://127.0.0.1:8000
 	@$(BIN)/longtake serve
 
 bench: $(VENV)/.dev  ## measure; rows go to benchmarks/RESULTS.md
-	@$(BIN)/python -m benchmarks.overhead
+	@$(BIN)/python -m benchmarks.overhead --record
+	@$(BIN)/python -m benchmarks.serving --record
 
 clean:
 	rm -rf $(VENV) longtake-demo build dist *.egg-info

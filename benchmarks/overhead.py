@@ -4,25 +4,20 @@ Starts a server of its own, checks that a resumed take gives the same digests, t
 """
 
 import argparse
-import os
-import platform
 import secrets
 import statistics
-import subprocess
 import tempfile
 import time
-from datetime import UTC, datetime
 from importlib.resources import as_file, files
 from pathlib import Path
 
 import httpx
 
+from benchmarks.results import report, row
 from longtake.api_schemas.camera import Camera
 from longtake.api_schemas.resources import Advanced, PostChunks
 from longtake.client import Client
 from longtake.server.private import private_server
-
-RESULTS = Path(__file__).parent / "RESULTS.md"
 
 
 def main() -> None:
@@ -35,11 +30,7 @@ def main() -> None:
         session = begin(client)
         check(client, session)
         overheads, commits = measure(server.url, session, arguments.chunks)
-    row = results_row(overheads, commits)
-    print(row)
-    if arguments.record:
-        with RESULTS.open("a") as file:
-            file.write(row + "\n")
+    report([results_row(overheads, commits)], record=arguments.record)
 
 
 def begin(client: Client) -> str:
@@ -74,20 +65,11 @@ def measure(url: str, session: str, chunks: int) -> tuple[list[float], list[floa
 
 
 def results_row(overheads: list[float], commits: list[float]) -> str:
-    """The row: date, commit, hardware, shape, number, floor."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    deciles = statistics.quantiles(overheads, n=10)
-    p50, committing = statistics.median(overheads), statistics.median(commits)
-    work = "server overhead beyond queue, model, encode, snapshot and commit"
-    cells = (
-        f"{datetime.now(UTC):%Y-%m-%d}",
-        commit.stdout.strip() or "?",
-        f"{os.cpu_count()} cores {platform.machine()}",
-        f"{work}; tiny-untrained, 1 chunk a request, {len(overheads)} requests",
-        f"p50 {p50:.1f} ms, p90 {deciles[-1]:.1f} ms (commit p50 {committing:.1f} ms)",
-        "0",
-    )
-    return f"| {' | '.join(cells)} |"
+    """The measurement as a row."""
+    work = "server overhead beyond queue, model, encode, snapshot and commit; tiny-untrained, 1 chunk a request"
+    p50, p90 = statistics.median(overheads), statistics.quantiles(overheads, n=10)[-1]
+    number = f"p50 {p50:.1f} ms, p90 {p90:.1f} ms (commit p50 {statistics.median(commits):.1f} ms)"
+    return row(f"{work}, {len(overheads)} requests", number, "0")
 
 
 if __name__ == "__main__":

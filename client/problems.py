@@ -15,8 +15,8 @@ class ServerProblem(Exception):
     """
 
     def __init__(self, problem: Problem, retry_after: float | None = None) -> None:
-        where = "".join(f" ({error.field}: {error.detail})" for error in problem.errors)
-        super().__init__(f"{problem.title}: {problem.detail}{where} [{problem.code}]")
+        where = "; ".join(f"{error.field}: {error.detail}" for error in problem.errors)
+        super().__init__(f"{where or problem.detail} [{problem.code}]")
         self.problem = problem
         self.retry_after = retry_after
 

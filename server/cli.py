@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from longtake.api_schemas.problems import ProblemError
-from longtake.client import Client, ServerProblem
+from longtake.api_schemas.resources import CHUNK_FRAMES
+from longtake.client import Client, ReplayError, Retry, ServerProblem
 from longtake.server.private import ServerDiedError, private_server
 from longtake.server.settings import Settings, StartError
 from longtake.server.trajectory_cli import trajectory_app
@@ -91,8 +92,9 @@ def serve(
 def generate(
     image: Annotated[Path | None, typer.Argument(help="First frame: PNG, JPEG or WebP. Not with --session.")] = None,
     trajectory: Annotated[
-        Path | None, typer.Option(help=".npy of camera-to-world matrices [F,4,4], OpenCV axes.")
+        Path | None, typer.Option(help="Camera path; row k is frame k, row 0 the image's: .npy [F,4,4] or --format.")
     ] = None,
+    format: Annotated[str, typer.Option(help="Syntax of the trajectory, see docs/trajectories.md.")] = "auto",  # noqa: A002
     actions: Annotated[str | None, typer.Option(help="Keys and frames, such as w-48,dw-24.")] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="MP4 to write.")] = Path("out.mp4"),
     session: Annotated[str | None, typer.Option(help="Go on with this session instead of beginning one.")] = None,
@@ -111,11 +113,27 @@ def generate(
     from longtake.server.generate import Walk, run_walk
 
     with _friendly():
-        walk = Walk(image, session, trajectory, actions, frames, prompt, seed, intrinsics, intrinsics_size, pad, output)
-        where = "".join(f" {name} {value}" for name, value in (("--server", server), ("--data-dir", data_dir)) if value)
+        walk = Walk(
+            *(
+                image,
+                session,
+                trajectory,
+                format,
+                actions,
+                frames,
+                prompt,
+                seed,
+                intrinsics,
+                intrinsics_size,
+                pad,
+                output,
+            )
+        )
         with _client(server, data_dir) as client:
             session = run_walk(client, walk, console)
-        again = f"go on with: longtake generate --session {session}{where} --actions w-24"
+        options = (("--server", server), ("--data-dir", data_dir), ("-o", output))
+        where = "".join(f" {name} {value}" for name, value in options if value)
+        again = f"go on with: longtake generate --session {session} --actions w-24{where}"
         console.print(again, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -136,6 +154,19 @@ def show_session(session: str, server: ServerOption = None, data_dir: DataDirOpt
         console.print_json(client.session(session).model_dump_json())
 
 
+@sessions_app.command("video")
+def session_video(
+    session: str,
+    output: Annotated[Path, typer.Option("--output", "-o", help="MP4 to write.")] = Path("out.mp4"),
+    server: ServerOption = None,
+    data_dir: DataDirOption = None,
+) -> None:
+    """Write everything a session has shown so far."""
+    with _friendly(), _client(server, data_dir) as client:
+        client.save_video(session, output)
+        console.print(f"{output}: {client.session(session).next_chunk * CHUNK_FRAMES} frames", highlight=False)
+
+
 @sessions_app.command("rm")
 def remove_sessions(
     sessions: Annotated[list[str], typer.Argument(help="Ids of sessions.")],
@@ -153,12 +184,14 @@ def remove_sessions(
 def _client(server: str | None, data_dir: Path | None) -> Iterator[Client]:
     api_key = os.environ.get(API_KEY_VARIABLE)
     if server is not None:
+        with Client(server, api_key=api_key, retry=Retry(attempts=1)) as first:
+            first.models()  # a wrong address or key fails at once; what fails later is tried again
         with Client(server, api_key=api_key) as client:
             yield client
         return
     with (
         console.status("starting a server") as status,
-        private_server(data_dir or Settings().data_dir) as private,
+        private_server(data_dir) as private,
         Client(private.url, api_key=api_key) as client,
     ):
         status.stop()
@@ -170,10 +203,13 @@ def _friendly() -> Iterator[None]:
     """Expected failures end the command with one line instead of a traceback."""
     try:
         yield
+    except KeyboardInterrupt:
+        console.print("interrupted: what was committed is kept")
+        raise typer.Exit(130) from None
     except ValidationError as error:
         first = error.errors()[0]
         _fail(f"{'.'.join(map(str, first['loc']))}: {first['msg']}", error)
-    except (ServerProblem, ProblemError, ServerDiedError, StartError, OSError, httpx.HTTPError) as error:
+    except (ServerProblem, ReplayError, ProblemError, ServerDiedError, StartError, OSError, httpx.HTTPError) as error:
         _fail(str(error), error)
 
 

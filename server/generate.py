@@ -12,11 +12,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from longtake.api_schemas.problems import ProblemError
-from longtake.api_schemas.resources import CHUNK_FRAMES, Advanced, Session
+from longtake.api_schemas.resources import CHUNK_FRAMES, Session
+from longtake.api_schemas.trajectory import TrajectoryOptions
 from longtake.client import Beginning, Client, Move
 from longtake.server.camera.actions import parse_actions
 from longtake.server.camera.intrinsics import check_intrinsics
-from longtake.server.camera.trajectory import continue_from, load_trajectory
+from longtake.server.camera.trajectory import continue_from
+from longtake.server.camera.trajectory_files import read_trajectory
 
 Matrix = NDArray[np.float64]
 
@@ -28,6 +30,7 @@ class Walk:
     image: Path | None
     session: str | None
     trajectory: Path | None
+    format: str
     actions: str | None
     frames: int | None
     prompt: str
@@ -38,11 +41,21 @@ class Walk:
     output: Path
 
     def __post_init__(self) -> None:
-        """One source each for the session and for the camera."""
+        """What does not go together is said before anything is computed."""
         if (self.image is None) == (self.session is None):
-            raise ProblemError("invalid_request", "give either an image to begin with or a --session to go on with")
-        if (self.trajectory is None) == (self.actions is None):
-            raise ProblemError("invalid_request", "give either --trajectory or --actions")
+            raise _usage("give either an image to begin with or a --session to go on with")
+        if self.session is not None and (self.prompt or self.seed is not None or self.intrinsics_size):
+            raise _usage("--prompt, --seed and --intrinsics-size belong to a new session")
+        if self.trajectory is not None and self.actions is not None:
+            raise _usage("give either --trajectory or --actions")
+        if self.trajectory is None and self.actions is None and not (self.session and self.pad):
+            raise _usage("give --trajectory or --actions, or --pad to fill what waits in a --session")
+        if self.output.suffix.lower() != ".mp4" or not self.output.absolute().parent.is_dir():
+            raise _usage("give the name of an .mp4 file in a folder that exists", "output")
+
+
+def _usage(detail: str, field: str | None = None) -> ProblemError:
+    return ProblemError("invalid_request", detail, field)
 
 
 @dataclass(frozen=True)
@@ -53,17 +66,31 @@ class CameraPath:
     keys: list[frozenset[str]]
     intrinsics: Matrix | None
 
-    def moves(self, session: Session, frames: int | None) -> list[Move]:
-        """The camera of the new frames, cut where chunks become whole."""
-        start = session.next_frame
-        poses = (
-            None
-            if self.file_poses is None
-            else continue_from(self.file_poses, np.array(session.first_pose), start, frames)
-        )
+    def moves(self, session: Session, frames: int | None, *, pad: bool) -> tuple[list[Move], int]:
+        """The camera of the new frames, cut where chunks become whole, and the number of these.
+
+        With `pad` the last chunk is filled.
+        """
+        start, moves = session.next_frame, list[Move]()
+        poses = self._poses(session, start, frames)
         count = len(self.keys[:frames]) if poses is None else len(poses)
-        cuts = [*range(CHUNK_FRAMES - session.pending_poses, count, CHUNK_FRAMES), count]
-        return [self._move(poses, first, stop, start) for first, stop in pairwise([0, *cuts])]
+        if count:
+            cuts = [*range(CHUNK_FRAMES - session.pending_poses, count, CHUNK_FRAMES), count]
+            moves = [self._move(poses, first, stop, start) for first, stop in pairwise([0, *cuts])]
+        if pad:
+            moves[-1:] = [{**(moves[-1] if moves else {}), "pad": True}]
+        total = session.pending_poses + count
+        return moves, -(-total // CHUNK_FRAMES) if pad else total // CHUNK_FRAMES
+
+    def _poses(self, session: Session, start: int, frames: int | None) -> Matrix | None:
+        if self.file_poses is None:
+            return None
+        if start >= len(self.file_poses):
+            detail = (
+                f"row k is the pose of frame k: it ends at frame {len(self.file_poses) - 1}, the session is at {start}"
+            )
+            raise ProblemError("trajectory_exhausted", detail, "trajectory")
+        return continue_from(self.file_poses, np.array(session.first_pose), start, frames)
 
     def _move(self, poses: Matrix | None, first: int, stop: int, start: int) -> Move:
         intrinsics = self._intrinsics(start + first, start + stop)
@@ -91,24 +118,43 @@ def run_walk(client: Client, walk: Walk, console: Console) -> str:
     console.print(f"session {session.id}", soft_wrap=True)
     for warning in session.warnings:
         console.print(f"[yellow]warning:[/] {warning}", soft_wrap=True)
-    moves = path.moves(session, walk.frames)
-    moves[-1]["pad"] = walk.pad
-    answer = post_moves(client, session, moves, console)
-    if answer.next_chunk:
-        client.save_video(session.id, walk.output)
-        console.print(f"{walk.output}: {answer.next_chunk * CHUNK_FRAMES} frames", highlight=False)
-    if answer.pending_poses:
-        console.print(f"{answer.pending_poses} poses wait for a whole chunk of {CHUNK_FRAMES}; --pad fills it")
+    moves, chunks = path.moves(session, walk.frames, pad=walk.pad)
+    try:
+        post_moves(client, session.id, moves, chunks, console)
+    finally:
+        save_walk(client, session.id, walk.output, console)
     return session.id
+
+
+def save_walk(client: Client, session_id: str, output: Path, console: Console) -> None:
+    """Write everything so far, and say what waits; also when the walk was interrupted."""
+    session = client.session(session_id)
+    if session.next_chunk:
+        client.save_video(session_id, output)
+        console.print(f"{output}: {session.next_chunk * CHUNK_FRAMES} frames", highlight=False, soft_wrap=True)
+    else:
+        console.print("no chunk is whole yet: nothing was written")
+    if session.pending_poses:
+        waiting = f"{session.pending_poses} poses wait for a whole chunk of {CHUNK_FRAMES}"
+        console.print(f"{waiting}; fill it with: --session {session_id} --pad", highlight=False, soft_wrap=True)
 
 
 def read_path(walk: Walk) -> CameraPath:
     """Read and check the files and strings of the command line. Raises `ProblemError`, `OSError`."""
+    keys = [] if walk.actions is None else parse_actions(walk.actions, "actions")
+    if keys and walk.frames is not None and len(keys) < walk.frames:
+        raise _usage(f"the camera gives {len(keys)} frames", "frames")
     return CameraPath(
-        file_poses=None if walk.trajectory is None else load_trajectory(walk.trajectory),
-        keys=[] if walk.actions is None else parse_actions(walk.actions, "actions"),
+        file_poses=None if walk.trajectory is None else read_poses(walk.trajectory, walk.format),
+        keys=keys,
         intrinsics=None if walk.intrinsics is None else read_intrinsics(walk.intrinsics),
     )
+
+
+def read_poses(path: Path, syntax: str) -> Matrix:
+    """Poses [F,4,4] at 16 fps of a trajectory file. Raises `ProblemError`, `OSError`."""
+    options = TrajectoryOptions.model_validate({"format": syntax})
+    return read_trajectory(path.read_bytes(), options).poses
 
 
 def beginning(walk: Walk, intrinsics: Matrix | None) -> Beginning:
@@ -138,23 +184,15 @@ def read_intrinsics(text: str) -> Matrix:
     return check_intrinsics(np.atleast_2d(values), "intrinsics")
 
 
-def post_moves(client: Client, session: Session, moves: Sequence[Move], console: Console) -> Advanced:
+def post_moves(client: Client, session_id: str, moves: Sequence[Move], chunks: int, console: Console) -> None:
     """Post one move after the other, each under a key of its own; shows progress and the time of every chunk."""
-    columns = (
-        TextColumn("chunk"),
-        MofNCompleteColumn(),
-        BarColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
-    )
+    columns = (TextColumn("chunk"), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task("", total=len(moves))
+        task = progress.add_task("", total=chunks)
         for move in moves:
-            answer = client.generate(session.id, **move)
-            for chunk in answer.data:
+            for chunk in client.generate(session_id, **move).data:
                 spent = "  ".join(f"{stage} {ms:.0f} ms" for stage, ms in chunk.timings_ms.items())
                 progress.console.print(f"chunk {chunk.index}: {spent}", highlight=False, soft_wrap=True)
                 for warning in chunk.warnings:
                     progress.console.print(f"[yellow]warning:[/] {warning}", soft_wrap=True)
-            progress.advance(task)
-    return answer
+                progress.advance(task)

@@ -1,5 +1,6 @@
 """A server of one's own on a free port, in a process of its own, for as long as it is needed."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -40,14 +41,22 @@ class PrivateServer:
                 pipe.close()
 
 
-def start_private_server(data_dir: Path, *options: str) -> PrivateServer:
+def start_private_server(data_dir: Path | None, *options: str) -> PrivateServer:
     """Start `longtake serve` with these further options and wait until it takes requests.
 
-    Raises `ServerDiedError` with what the server said.
+    It listens on loopback without keys. With a data directory it uses the embedded store there, otherwise the store
+    of the environment's settings. Raises `ServerDiedError` with what the server said.
     """
-    command = [sys.executable, "-m", "longtake.server", "serve", "--port", "0", "--data-dir", str(data_dir)]
+    command = [sys.executable, "-m", "longtake.server", "serve", "--host", "127.0.0.1", "--port", "0"]
     command += ["--log-level", "warning", "--while-stdin-open", *options]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    theirs = {"LONGTAKE_API_KEYS", "LONGTAKE_ALLOWED_HOSTS"}
+    if data_dir is not None:
+        command += ["--data-dir", str(data_dir)]
+        theirs |= {"LONGTAKE_STATE_URL"}
+    environment = {name: value for name, value in os.environ.items() if name not in theirs}
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    )
     assert process.stdout is not None
     said = ""
     for line in process.stdout:
@@ -63,7 +72,7 @@ def start_private_server(data_dir: Path, *options: str) -> PrivateServer:
 
 
 @contextmanager
-def private_server(data_dir: Path, *options: str) -> Iterator[PrivateServer]:
+def private_server(data_dir: Path | None, *options: str) -> Iterator[PrivateServer]:
     """A private server inside a `with` block."""
     server = start_private_server(data_dir, *options)
     try:

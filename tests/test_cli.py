@@ -62,7 +62,12 @@ def test_generate_and_go_on_and_drop(tmp_path: Path) -> None:
 
 
 MISTAKES = {
-    "no camera": (["generate", "first.png"], "give either --trajectory or --actions"),
+    "no camera": (["generate", "first.png"], "give --trajectory or --actions"),
+    "two cameras": (["generate", "first.png", "--actions", "w-1", "--trajectory", "p.npy"], "give either"),
+    "prompt of a session": (["generate", "--session", "ses_x", "--prompt", "x", "--actions", "w-1"], "new session"),
+    "too few frames": (["generate", "first.png", "--actions", "w-3", "--frames", "9"], "the camera gives 3 frames"),
+    "no such folder": (["generate", "first.png", "--actions", "w-3", "-o", "none/out.mp4"], "output: give"),
+    "another container": (["generate", "first.png", "--actions", "w-3", "-o", "out.avi"], "output: give"),
     "no image": (["generate", "--actions", "w-24"], "give either an image"),
     "no such image": (["generate", "none.png", "--actions", "w-24"], "none.png"),
     "no such file": (["generate", "first.png", "--trajectory", "none.npy"], "none.npy"),

@@ -22,7 +22,7 @@ from longtake.client import Client, Retry, pngs
 from longtake.server.private import PrivateServer, private_server, start_private_server
 
 Digest = tuple[int, str, str]
-WALK = path(6 * 24)
+WALK = path(5 * 24)
 PATIENT = Retry(deadline_s=120, attempts=100, max_delay_s=1)
 EXAMPLE = Path(__file__).parents[1] / "examples" / "walk_and_resume.py"
 
@@ -49,7 +49,7 @@ def digests(client: Client, session: str) -> list[Digest]:
 
 @pytest.fixture(scope="module")
 def uncut(server: PrivateServer) -> tuple[list[Digest], bytes]:
-    """Digests and video of six chunks that nothing ever interrupted."""
+    """Digests and video of five chunks that nothing ever interrupted."""
     with Client(server.url) as client:
         session = begin(client)
         client.generate(session, poses=WALK)
@@ -77,12 +77,12 @@ def test_a_take_from_its_beginning_to_its_end(client: Client, tmp_path: Path) ->
 
 
 def test_a_trajectory_file_goes_on_where_the_session_stands(client: Client, tmp_path: Path) -> None:
-    np.save(tmp_path / "path.npy", np.array(path(73, start=0)))
+    np.save(tmp_path / "path.npy", np.array(path(49, start=0)))
     one, two = begin(client), begin(client)
     answer = client.generate(one, trajectory=tmp_path / "path.npy")
     assert answer.resolved is not None
-    assert (answer.resolved.format, answer.resolved.file_poses, answer.next_frame) == ("npy", 73, 73)
-    client.generate(two, poses=path(48))
+    assert (answer.resolved.format, answer.resolved.file_poses, answer.next_frame) == ("npy", 49, 49)
+    client.generate(two, poses=path(24))
     client.generate(two, trajectory=(tmp_path / "path.npy").read_bytes())
     assert digests(client, one) == digests(client, two)
 
@@ -108,7 +108,7 @@ def test_a_stream_comes_chunk_by_chunk(client: Client, uncut: tuple[list[Digest]
     session = begin(client)
     with contextlib.closing(client.stream(session, poses=WALK)) as pieces:
         video = next(pieces)
-        assert client.session(session).next_chunk < 6
+        assert client.session(session).next_chunk < 5
         video += b"".join(pieces)
     assert video == uncut[1]
     assert digests(client, session) == uncut[0]
@@ -216,7 +216,7 @@ def test_killed_in_the_middle_and_started_again_calls_end_by_themselves(
         server.kill()
         server = start_private_server(*start)
         try:
-            assert [chunk.index for chunk in answer.result().data] == list(range(6))
+            assert [chunk.index for chunk in answer.result().data] == list(range(5))
             assert video.result() == uncut[1]
             assert digests(client, one) == digests(client, two) == uncut[0]
         finally:

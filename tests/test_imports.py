@@ -12,6 +12,7 @@ SERVER = "longtake.server"
 
 ALLOWED = {
     "api_schemas": ["longtake.api_schemas"],
+    "client": ["longtake.api_schemas", "longtake.client"],
     "kernels": ["longtake.kernels"],
     "state_cache": ["longtake.state_cache"],
     "server/camera": ["longtake.api_schemas", f"{SERVER}.camera"],

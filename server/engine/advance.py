@@ -101,7 +101,14 @@ class Advancer:
         self._keys = RunningKeys()
 
     async def advance(
-        self, session_id: str, request: PostChunks, uploads: Uploads, key: str | None, on_commit: OnCommit
+        self,
+        session_id: str,
+        request: PostChunks,
+        uploads: Uploads,
+        key: str | None,
+        on_commit: OnCommit,
+        *,
+        hurry: bool,
     ) -> Outcome:
         """Make and commit every chunk that the request makes whole.
 
@@ -111,6 +118,7 @@ class Advancer:
             uploads: the files that belong to it.
             key: its idempotency key.
             on_commit: called with every chunk of the request, in order, as soon as it is durable.
+            hurry: let nothing else compute for this request until its first chunk is committed.
 
         Raises `ProblemError`. Chunks committed before a failure stay; the problem then says how many (`committed`).
         """
@@ -119,9 +127,11 @@ class Advancer:
                 read_command, request, uploads, self._model.spec, self._limits.clip
             )
             async with self._hot.exclusive(session_id):
-                return await self._advance(session_id, command, key, on_commit)
+                return await self._advance(session_id, command, key, on_commit, hurry=hurry)
 
-    async def _advance(self, session_id: str, command: Command, key: str | None, on_commit: OnCommit) -> Outcome:
+    async def _advance(
+        self, session_id: str, command: Command, key: str | None, on_commit: OnCommit, *, hurry: bool
+    ) -> Outcome:
         task, fence = await self._task(session_id, command, key)
         live = self._hot.get(session_id)
         if not task.done and (live is None or not live.stands_at(fence, task.head)):
@@ -137,7 +147,7 @@ class Advancer:
         if task.done or live is None:
             return self._replay(task, earlier)
         try:
-            return await self._run(task, live, earlier, on_commit)
+            return await self._run(task, live, earlier, on_commit, hurry=hurry)
         except BaseException:
             self._hot.drop(session_id)
             raise
@@ -175,10 +185,12 @@ class Advancer:
         stop = task.first_chunk + task.progress.chunks
         return await self._calls.call(self._store.chunks, task.session.id, task.first_chunk, stop)
 
-    async def _run(self, task: Task, live: Live, earlier: list[ChunkRecord], on_commit: OnCommit) -> Outcome:
+    async def _run(
+        self, task: Task, live: Live, earlier: list[ChunkRecord], on_commit: OnCommit, *, hurry: bool
+    ) -> Outcome:
         published: list[Published] = []
         try:
-            state = await self._make(task, live, published, on_commit)
+            state = await self._make(task, live, published, on_commit, hurry=hurry)
             if not task.plan.chunks:
                 await self._calls.call(self._store.commit, _pending_commit(task, live.fence))
         except Exception as error:
@@ -207,7 +219,9 @@ class Advancer:
         error.extra = {"committed": committed, "next_chunk": task.first_chunk + committed} | error.extra
         return error
 
-    async def _make(self, task: Task, live: Live, published: list[Published], on_commit: OnCommit) -> State:
+    async def _make(
+        self, task: Task, live: Live, published: list[Published], on_commit: OnCommit, *, hurry: bool
+    ) -> State:
         """Compute the planned chunks one after the other, committing each while the next one computes.
 
         Appends to `published` in order and returns the state after the last. When a step fails, the commit under way
@@ -225,6 +239,8 @@ class Advancer:
             state = output.state
             publishing = self._publish(task, live.fence, offset, output, queue_ms, on_commit)
             committing = asyncio.create_task(publishing)
+            if hurry and offset == 0:
+                await asyncio.wait([committing])
         if committing is not None:
             published.append(await _finished(committing))
         return state

@@ -70,7 +70,7 @@ class Engine:
         self, session_id: str, request: PostChunks, uploads: Uploads, key: str | None, on_commit: OnCommit = ignore
     ) -> Outcome:
         """Make and commit the chunks that a request makes whole. May be cancelled: committed chunks stay."""
-        return await self._advancer.advance(session_id, request, uploads, key, on_commit)
+        return await self._advancer.advance(session_id, request, uploads, key, on_commit, hurry=False)
 
     async def stream(
         self, session_id: str, request: PostChunks, uploads: Uploads, key: str | None
@@ -81,7 +81,8 @@ class Engine:
         pieces that were committed before.
         """
         committed: asyncio.Queue[ChunkRecord | None] = asyncio.Queue()
-        work = asyncio.create_task(self.advance(session_id, request, uploads, key, committed.put_nowait))
+        advancing = self._advancer.advance(session_id, request, uploads, key, committed.put_nowait, hurry=True)
+        work = asyncio.create_task(advancing)
 
         def ended(task: asyncio.Task[Outcome]) -> None:
             if not task.cancelled():

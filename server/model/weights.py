@@ -85,28 +85,30 @@ def load_transformer(
     return build_transformer(config, read_checkpoint(path), dtype=dtype, device=device)
 
 
-def untrained_weights(config: SanaWMConfig, seed: int) -> dict[str, Tensor]:
-    """Random fp32 weights of a sensible size, each from a generator seeded by (seed, name); gates start near 1.
+def untrained_weights(
+    config: SanaWMConfig, seed: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> dict[str, Tensor]:
+    """Random weights of a sensible size, each from a generator seeded by (seed, name); gates start near 1.
 
     Matrices are scaled by their inputs, norms are ones, taps of the short convolutions pass the present frame.
     """
     with torch.device("meta"):
         shapes = {name: tuple(p.shape) for name, p in SanaWMTransformer(config).named_parameters()}
-    return {name: _untrained(name, shape, seed) for name, shape in shapes.items()}
+    return {name: _untrained(name, shape, seed, torch.device(device)).to(dtype) for name, shape in shapes.items()}
 
 
-def _untrained(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+def _untrained(name: str, shape: tuple[int, ...], seed: int, device: torch.device) -> Tensor:
     starts = {"beta_proj.bias": 5.0, "dt_bias": -5.0, "A_log": 0.0, "output_gate.bias": 1.27846}
     for ending, value in starts.items():
         if name.endswith(ending):
-            return torch.full(shape, value)
+            return torch.full(shape, value, device=device)
     if name.endswith("norm.weight") or "norm_cam" in name:
-        return torch.ones(shape)
+        return torch.ones(shape, device=device)
     if name.endswith("bias"):
-        return torch.zeros(shape)
+        return torch.zeros(shape, device=device)
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-    noise = torch.randn(shape, generator=generator)
+    generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+    noise = torch.randn(shape, generator=generator, device=device)
     if name.endswith("scale_shift_table"):
         return noise / math.sqrt(shape[-1])
     scaled = noise / math.sqrt(math.prod(shape[1:]))

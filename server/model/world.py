@@ -102,12 +102,12 @@ class WorldModel(Protocol):
     def observe(
         self, conditions: Conditions, state: State, index: int, camera: ChunkCamera, frames: Frames
     ) -> ChunkOutput:
-        """Absorb real frames [24,H,W,3] of the model's size as chunk `index`; its frames are the decoder's view of them."""
+        """Absorb real frames [24,H,W,3] of the model's size as chunk `index`; its frames are the decoder's view."""
 
     def absorb(
         self, conditions: Conditions, state: State, index: int, camera: ChunkCamera, latents: Tensor
     ) -> ChunkOutput:
-        """Absorb clean latents [1,C,3,h,w] as chunk `index`: the state after `generate` of the same latents, to the bit."""
+        """Absorb clean latents [1,C,3,h,w] as chunk `index`: the state that generating them left, to the bit."""
 
     def decode(self, conditions: Conditions, first_index: int, latents: Sequence[Tensor]) -> Frames:
         """Frames of the last of consecutive chunks, from their latents; the first one is chunk `first_index`."""

@@ -10,7 +10,8 @@ from typing import Annotated
 import numpy as np
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
-from longtake.api_schemas.camera import Finite, Pose
+from longtake.api_schemas.camera import Pose
+from longtake.api_schemas.strict import Finite
 from longtake.api_schemas.trajectory import MAX_FILE_POSES
 from longtake.server.camera.formats.names import in_order_of_names
 from longtake.server.camera.formats.source import FilePoses, Matrix, Source

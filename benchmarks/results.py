@@ -1,0 +1,26 @@
+"""Rows of RESULTS.md: date, commit, hardware, work and shape, number, floor."""
+
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "RESULTS.md"
+
+
+def row(work: str, number: str, floor: str, hardware: str | None = None) -> str:
+    """One row of today, for the commit that is checked out; the hardware is this machine's CPU when left out."""
+    git = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or "?"
+    hardware = hardware or f"{os.cpu_count()} cores {platform.machine()}"
+    return f"| {datetime.now(UTC):%Y-%m-%d} | {commit} | {hardware} | {work} | {number} | {floor} |"
+
+
+def report(rows: Sequence[str], *, record: bool) -> None:
+    """Print rows; with `record` also append them to RESULTS.md."""
+    print("\n".join(rows))
+    if record:
+        with RESULTS.open("a") as file:
+            file.writelines(f"{each}\n" for each in rows)
