@@ -28,8 +28,22 @@ from longtake.state_cache import ChunkRecord, Commit, Fence, Fingerprint, Head, 
 
 log = logging.getLogger(__name__)
 
-OnCommit = Callable[[ChunkRecord], None]
-"""Hears of every chunk once it is durable."""
+
+@dataclass(frozen=True)
+class Delivery:
+    """How a client wants its chunks.
+
+    Attributes:
+        on_commit: called with every chunk of the request, in order, as soon as it is durable.
+        hurry: let nothing else compute for the request until its first chunk is committed.
+    """
+
+    on_commit: Callable[[ChunkRecord], None]
+    hurry: bool
+
+
+AT_THE_END = Delivery(on_commit=lambda _: None, hurry=False)
+"""All chunks in one answer."""
 
 
 @dataclass(frozen=True)
@@ -101,14 +115,7 @@ class Advancer:
         self._keys = RunningKeys()
 
     async def advance(
-        self,
-        session_id: str,
-        request: PostChunks,
-        uploads: Uploads,
-        key: str | None,
-        on_commit: OnCommit,
-        *,
-        hurry: bool,
+        self, session_id: str, request: PostChunks, uploads: Uploads, key: str | None, delivery: Delivery
     ) -> Outcome:
         """Make and commit every chunk that the request makes whole.
 
@@ -117,8 +124,7 @@ class Advancer:
             request: what to do.
             uploads: the files that belong to it.
             key: its idempotency key.
-            on_commit: called with every chunk of the request, in order, as soon as it is durable.
-            hurry: let nothing else compute for this request until its first chunk is committed.
+            delivery: how its chunks are handed out.
 
         Raises `ProblemError`. Chunks committed before a failure stay; the problem then says how many (`committed`).
         """
@@ -127,11 +133,9 @@ class Advancer:
                 read_command, request, uploads, self._model.spec, self._limits.clip
             )
             async with self._hot.exclusive(session_id):
-                return await self._advance(session_id, command, key, on_commit, hurry=hurry)
+                return await self._advance(session_id, command, key, delivery)
 
-    async def _advance(
-        self, session_id: str, command: Command, key: str | None, on_commit: OnCommit, *, hurry: bool
-    ) -> Outcome:
+    async def _advance(self, session_id: str, command: Command, key: str | None, delivery: Delivery) -> Outcome:
         task, fence = await self._task(session_id, command, key)
         live = self._hot.get(session_id)
         if not task.done and (live is None or not live.stands_at(fence, task.head)):
@@ -143,11 +147,11 @@ class Advancer:
             self._metrics.resumes.labels("memory").inc()
         earlier = await self._earlier(task)
         for record in earlier:
-            on_commit(record)
+            delivery.on_commit(record)
         if task.done or live is None:
             return self._replay(task, earlier)
         try:
-            return await self._run(task, live, earlier, on_commit, hurry=hurry)
+            return await self._run(task, live, earlier, delivery)
         except BaseException:
             self._hot.drop(session_id)
             raise
@@ -185,12 +189,10 @@ class Advancer:
         stop = task.first_chunk + task.progress.chunks
         return await self._calls.call(self._store.chunks, task.session.id, task.first_chunk, stop)
 
-    async def _run(
-        self, task: Task, live: Live, earlier: list[ChunkRecord], on_commit: OnCommit, *, hurry: bool
-    ) -> Outcome:
+    async def _run(self, task: Task, live: Live, earlier: list[ChunkRecord], delivery: Delivery) -> Outcome:
         published: list[Published] = []
         try:
-            state = await self._make(task, live, published, on_commit, hurry=hurry)
+            state = await self._make(task, live, published, delivery)
             if not task.plan.chunks:
                 await self._calls.call(self._store.commit, _pending_commit(task, live.fence))
         except Exception as error:
@@ -219,9 +221,7 @@ class Advancer:
         error.extra = {"committed": committed, "next_chunk": task.first_chunk + committed} | error.extra
         return error
 
-    async def _make(
-        self, task: Task, live: Live, published: list[Published], on_commit: OnCommit, *, hurry: bool
-    ) -> State:
+    async def _make(self, task: Task, live: Live, published: list[Published], delivery: Delivery) -> State:
         """Compute the planned chunks one after the other, committing each while the next one computes.
 
         Appends to `published` in order and returns the state after the last. When a step fails, the commit under way
@@ -237,10 +237,11 @@ class Advancer:
                 if committing is not None:
                     published.append(await _finished(committing))
             state = output.state
-            publishing = self._publish(task, live.fence, offset, output, queue_ms, on_commit)
+            publishing = self._publish(task, live.fence, offset, output, queue_ms, delivery)
             committing = asyncio.create_task(publishing)
-            if hurry and offset == 0:
-                await asyncio.wait([committing])
+            if delivery.hurry and offset == 0:
+                published.append(await _finished(committing))
+                committing = None
         if committing is not None:
             published.append(await _finished(committing))
         return state
@@ -255,7 +256,7 @@ class Advancer:
         return await self._workers.compute(self._model.generate, conditions, state, index, camera, task.session.seed)
 
     async def _publish(
-        self, task: Task, fence: Fence, offset: int, output: ChunkOutput, queue_ms: float, on_commit: OnCommit
+        self, task: Task, fence: Fence, offset: int, output: ChunkOutput, queue_ms: float, delivery: Delivery
     ) -> Published:
         step, head = task.plan.chunks[offset], task.head.chunk + offset
         position = Position(
@@ -276,7 +277,7 @@ class Advancer:
         self._metrics.commits.labels("ok").inc()
         record = published.record
         self._metrics.chunk(record.kind, len(output.frames), record.timings_ms, published.commit_ms)
-        on_commit(record)
+        delivery.on_commit(record)
         with suppress(ProblemError):  # the chunk is committed; the next one prunes again
             await self._calls.call(self._store.prune_snapshots, task.session.id, fence, self._limits.keep_snapshots)
         return published

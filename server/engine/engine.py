@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from longtake.api_schemas.problems import ProblemError
 from longtake.api_schemas.resources import CreateSession, Model, PostChunks, Session
-from longtake.server.engine.advance import Advancer, OnCommit, Outcome
+from longtake.server.engine.advance import AT_THE_END, Advancer, Delivery, Outcome
 from longtake.server.engine.command import Uploads
 from longtake.server.engine.create import Creator
 from longtake.server.engine.limits import Limits
@@ -18,10 +18,6 @@ from longtake.server.engine.views import model_view
 from longtake.server.engine.workers import Workers
 from longtake.server.model.world import WorldModel
 from longtake.state_cache import ChunkRecord, Store
-
-
-def ignore(_: ChunkRecord) -> None:
-    """For those who only wait for the end."""
 
 
 class Engine:
@@ -66,11 +62,9 @@ class Engine:
         self.metrics.sessions_created.inc(not replayed)
         return session, replayed
 
-    async def advance(
-        self, session_id: str, request: PostChunks, uploads: Uploads, key: str | None, on_commit: OnCommit = ignore
-    ) -> Outcome:
+    async def advance(self, session_id: str, request: PostChunks, uploads: Uploads, key: str | None) -> Outcome:
         """Make and commit the chunks that a request makes whole. May be cancelled: committed chunks stay."""
-        return await self._advancer.advance(session_id, request, uploads, key, on_commit, hurry=False)
+        return await self._advancer.advance(session_id, request, uploads, key, AT_THE_END)
 
     async def stream(
         self, session_id: str, request: PostChunks, uploads: Uploads, key: str | None
@@ -81,8 +75,8 @@ class Engine:
         pieces that were committed before.
         """
         committed: asyncio.Queue[ChunkRecord | None] = asyncio.Queue()
-        advancing = self._advancer.advance(session_id, request, uploads, key, committed.put_nowait, hurry=True)
-        work = asyncio.create_task(advancing)
+        delivery = Delivery(committed.put_nowait, hurry=True)
+        work = asyncio.create_task(self._advancer.advance(session_id, request, uploads, key, delivery))
 
         def ended(task: asyncio.Task[Outcome]) -> None:
             if not task.cancelled():
