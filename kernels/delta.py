@@ -74,3 +74,14 @@ def start_state(state: Tensor | None, shape: tuple[int, ...], like: Tensor, *, r
     if state.shape != shape:
         raise ValueError(f"initial_state must be {shape}, got {tuple(state.shape)}")
     return state.to(dtype)
+
+
+def check_tables(cos: Tensor | None, sin: Tensor | None, q: Tensor) -> None:
+    """Raise `ValueError` unless cos and sin are [N,D/2] for q [B,N,H,D], or both None."""
+    if cos is None and sin is None:
+        return
+    if cos is None or sin is None:
+        raise ValueError("cos and sin come together")
+    shape = (q.shape[1], q.shape[-1] // 2)
+    if cos.shape != shape or sin.shape != shape:
+        raise ValueError(f"cos and sin must be {shape}, got {tuple(cos.shape)} and {tuple(sin.shape)}")

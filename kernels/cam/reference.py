@@ -29,12 +29,21 @@ def _downscale(x: Tensor, reference: Tensor) -> Tensor:
     return x * ratio.sqrt().clamp(max=1)
 
 
-def _check_head(x: Tensor, matrix: Tensor, cos: Tensor) -> None:
+def check_head(x: Tensor, matrix: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Raise `ValueError` unless x is [B,N,H,D], D a multiple of 8, matrix [B,N,4,4], cos and sin [N,D/4]."""
     batch, tokens, _, dim = x.shape
     if dim % 8:
         raise ValueError(f"the head dim must be a multiple of 8, got {dim}")
-    if matrix.shape != (batch, tokens, 4, 4) or cos.shape != (tokens, dim // 4):
-        raise ValueError(f"projection {tuple(matrix.shape)} or cos {tuple(cos.shape)} does not fit {tuple(x.shape)}")
+    if matrix.shape != (batch, tokens, 4, 4) or cos.shape != (tokens, dim // 4) or sin.shape != cos.shape:
+        given = (tuple(y.shape) for y in (matrix, cos, sin))
+        raise ValueError("projection {}, cos {} or sin {} does not fit {}".format(*given, tuple(x.shape)))
+
+
+def check_discount(beta: Tensor, inflation: Tensor) -> None:
+    """Raise `ValueError` unless beta is [B,H,F,S] and inflation [B,F*S,H]."""
+    batch, heads, frames, per_frame = beta.shape
+    if inflation.shape != (batch, frames * per_frame, heads):
+        raise ValueError(f"inflation {tuple(inflation.shape)} does not fit beta {tuple(beta.shape)}")
 
 
 def cam_prepare(
@@ -69,8 +78,8 @@ def cam_prepare(
     Raises:
         ValueError: shapes do not fit.
     """
-    _check_head(q, projection, cos)
-    _check_head(k, projection_inverse, cos)
+    for x, matrix in ((q, projection), (k, projection_inverse), (v, projection_inverse)):
+        check_head(x, matrix, cos, sin)
     q, k, v = full_rms_norm(q, q_weight, eps), full_rms_norm(k, k_weight, eps), v.to(accumulation_dtype(v))
     if relu:
         q, k = q.relu(), k.relu()
@@ -87,7 +96,11 @@ def cam_discount(beta: Tensor, inflation: Tensor) -> Tensor:
     """β / max(1, mean of the inflation over a frame): keeps I − β·k·kᵀ contractive when far translations grow k.
 
     beta [B,H,F,S], inflation [B,N,H] → [B,H,F,S].
+
+    Raises:
+        ValueError: shapes do not fit.
     """
+    check_discount(beta, inflation)
     frame_mean = torch.unflatten(inflation, 1, beta.shape[2:]).mean(2)
     return beta / frame_mean.clamp(min=1).permute(0, 2, 1)[..., None]
 
@@ -144,5 +157,5 @@ def cam_output(out: Tensor, projection: Tensor, cos: Tensor, sin: Tensor) -> Ten
     Raises:
         ValueError: shapes do not fit.
     """
-    _check_head(out, projection, cos)
+    check_head(out, projection, cos, sin)
     return _transform(out, projection, cos, -sin)

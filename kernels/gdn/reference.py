@@ -5,7 +5,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longtake.kernels.delta import accumulation_dtype, by_frame, by_token, check_scan, delta_scan, start_state
+from longtake.kernels.delta import (
+    accumulation_dtype,
+    by_frame,
+    by_token,
+    check_scan,
+    check_tables,
+    delta_scan,
+    start_state,
+)
 from longtake.kernels.rope import rotate
 
 
@@ -77,8 +85,7 @@ def gdn_scan(
         ValueError: shapes do not fit, only one of cos and sin is given, or a state is given in reverse.
     """
     check_scan(q, k, v, beta, decay)
-    if (cos is None) != (sin is None):
-        raise ValueError("cos and sin come together")
+    check_tables(cos, sin, q)
     batch, _, heads, dim = q.shape
     dtype = accumulation_dtype(q)
     q, k, v, beta, decay = (x.to(dtype) for x in (q, k, v, beta, decay))

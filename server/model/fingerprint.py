@@ -5,6 +5,7 @@ import platform
 
 import torch
 
+from longtake.kernels import backend as kernels
 from longtake.server.model.transformer import SanaWMTransformer
 from longtake.server.model.vae import CausalVideoVAE
 
@@ -28,6 +29,7 @@ def numerics_fingerprint(device: torch.device, dtype: torch.dtype) -> str:
         platform.machine(),
         torch.backends.cpu.get_cpu_capability(),
         str(torch.get_num_threads()),
+        kernels.numerics(device),
     ]
     if device.type == "cuda":
         parts += [torch.cuda.get_device_name(device), str(torch.version.cuda)]

@@ -78,9 +78,16 @@ class GdnAttention(CameraAttention):
             k_scale=self.k_scale(h),
         )
         state = None if memory is None else GdnState(memory.kv, memory.z)
-        tables = {"cos": chunk.cos, "sin": chunk.sin}
         out, state = gdn_bidirectional(
-            q, k, self.tokens(v), beta, decay, **tables, initial_state=state, eps=self.config.gdn_eps
+            q.to(h.dtype),
+            k.to(h.dtype),
+            self.tokens(v),
+            beta,
+            decay,
+            cos=chunk.cos,
+            sin=chunk.sin,
+            initial_state=state,
+            eps=self.config.gdn_eps,
         )
         return out, state, k_tail
 
