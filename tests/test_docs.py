@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import httpx
 import pytest
 from typer.testing import CliRunner
 
@@ -56,3 +57,9 @@ def test_links_between_documents_lead_somewhere() -> None:
     for page in [DOCS.parent / "README.md", *DOCS.glob("*.md")]:
         for link in re.findall(r"\]\((?!https?://)([^)#]+)", page.read_text()):
             assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+async def test_every_route_is_documented(http: httpx.AsyncClient) -> None:
+    paths = (await http.get("/openapi.json")).json()["paths"]
+    routes = {f"{method.upper()} {path}" for path, methods in paths.items() for method in methods}
+    assert set(re.findall(r"^\| `((?:GET|POST|DELETE) [^`]+)`", (DOCS / "http.md").read_text(), re.M)) == routes
