@@ -43,7 +43,7 @@ class Workers:
     def check_open(self) -> None:
         """Raises `shutting_down` once `drain` was called."""
         if not self._open:
-            raise ProblemError("shutting_down", "the server is shutting down", retry_after=5)
+            raise _shutting_down()
 
     def drain(self) -> None:
         """Admit nothing more; requests that run stop at their next chunk."""
@@ -57,15 +57,15 @@ class Workers:
             waited = (time.perf_counter() - asked) * 1e3
             return function(*args, **kwargs), waited
 
-        return await asyncio.get_running_loop().run_in_executor(self._compute, timed)
+        return await _run(self._compute, timed)
 
     async def io(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run on one of the other threads."""
-        return await asyncio.get_running_loop().run_in_executor(self._io, lambda: function(*args, **kwargs))
+        return await _run(self._io, lambda: function(*args, **kwargs))
 
     async def read_upload(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run on the thread that decodes uploads: one at a time, since pictures are large."""
-        return await asyncio.get_running_loop().run_in_executor(self._uploads, lambda: function(*args, **kwargs))
+        return await _run(self._uploads, lambda: function(*args, **kwargs))
 
     def close(self) -> None:
         """Drain, and wait for what runs."""
@@ -73,3 +73,15 @@ class Workers:
         self._compute.shutdown()
         self._io.shutdown()
         self._uploads.shutdown()
+
+
+async def _run(executor: ThreadPoolExecutor, function: Callable[[], R]) -> R:
+    try:
+        future = asyncio.get_running_loop().run_in_executor(executor, function)
+    except RuntimeError as error:
+        raise _shutting_down() from error
+    return await future
+
+
+def _shutting_down() -> ProblemError:
+    return ProblemError("shutting_down", "the server is shutting down", retry_after=5)
