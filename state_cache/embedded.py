@@ -2,6 +2,7 @@
 
 import fcntl
 import hashlib
+import logging
 import os
 import re
 import shutil
@@ -29,6 +30,10 @@ _STOP_SECONDS = 10.0
 _POLL_SECONDS = 0.02
 _LONGEST_SOCKET_PATH = 103  # bytes; macOS allows 103, Linux 107
 _OLDEST = 7
+_FIRST_PAUSE_SECONDS = 0.2
+_LONGEST_PAUSE_SECONDS = 5.0
+
+log = logging.getLogger(__name__)
 
 SETTINGS: dict[str, str] = {
     "port": "0",
@@ -104,6 +109,8 @@ class EmbeddedServer:
         self._binary = binary
         self._patience = patience
         self._child: subprocess.Popen[bytes] | None = None
+        self._supervisor: threading.Thread | None = None
+        self._stopping = threading.Event()
 
     @property
     def pid(self) -> int | None:
@@ -125,8 +132,34 @@ class EmbeddedServer:
                 raise ServerFailed(f"the server ended while starting; its last words: {self._last_words()}")
         return f"unix://{socket}"
 
+    def supervise(self) -> None:
+        """From now until `stop`, start the server again whenever it ends, after pauses that double up to 5 s.
+
+        It ends by itself when its disk is full, and starts with everything that was acknowledged.
+        """
+        self._stopping.clear()
+        self._supervisor = threading.Thread(target=self._keep_running, name="embedded-supervisor", daemon=True)
+        self._supervisor.start()
+
+    def _keep_running(self) -> None:
+        pause = _FIRST_PAUSE_SECONDS
+        while not self._stopping.wait(pause):
+            if self.pid is not None:
+                pause = _FIRST_PAUSE_SECONDS
+                continue
+            log.warning("the embedded store has ended and is started again; its last words: %s", self._last_words())
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            try:
+                self.start()
+            except (StoreError, OSError) as error:
+                log.warning("the embedded store does not start: %s", error)
+
     def stop(self) -> None:
         """End the server and wait for it; nothing acknowledged is lost."""
+        if self._supervisor is not None and self._supervisor is not threading.current_thread():
+            self._stopping.set()
+            self._supervisor.join()
+            self._supervisor = None
         if self._child is None:
             return
         self._child.terminate()

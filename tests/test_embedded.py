@@ -5,6 +5,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -248,3 +249,38 @@ def test_no_binary_at_all_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(embedded, "packaged_binary", lambda: None)
     with pytest.raises(NoServerBinary):
         find_binary()
+
+
+def test_a_supervised_server_comes_back_by_itself(server: EmbeddedServer, caplog: pytest.LogCaptureFixture) -> None:
+    server.supervise()
+    with opened(server) as store:
+        session_id = make_session(store)
+        for _ in range(2):
+            killed = server.pid
+            signal_server(server, signal.SIGKILL)
+            give_up = time.monotonic() + 15
+            while server.pid in (None, killed):
+                assert time.monotonic() < give_up, "the server did not come back"
+                time.sleep(0.01)
+            assert answer_of(store, session_id) == session_id
+    server.stop()
+    assert server.pid is None
+    assert "started again" in caplog.text
+
+
+def answer_of(store: RedisStore, session_id: str) -> str:
+    """Read a session, waiting until the server serves."""
+    give_up = time.monotonic() + 15
+    while True:
+        try:
+            return store.read(session_id)[0].id
+        except StoreUnavailable:
+            assert time.monotonic() < give_up, "the server does not serve"
+            time.sleep(0.01)
+
+
+def test_stopping_a_supervised_server_keeps_it_stopped(server: EmbeddedServer) -> None:
+    server.supervise()
+    server.stop()
+    assert not [thread for thread in threading.enumerate() if thread.name == "embedded-supervisor"]
+    assert server.pid is None

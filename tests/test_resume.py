@@ -1,5 +1,7 @@
 """Sessions outlive their server: killed with SIGKILL at any point and started again, the take goes on bit for bit."""
 
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +12,7 @@ from server_fixtures import path, picture
 
 from longtake.api_schemas.resources import Advanced, Chunk
 from longtake.client import Client, Move, Retry
-from longtake.server.private import PrivateServer, start_private_server
+from longtake.server.private import PrivateServer, private_server, start_private_server
 
 Digest = tuple[int, str, str]
 CHUNKS = 6
@@ -128,3 +130,13 @@ def test_killed_while_idle_the_video_is_whole(host: Host, uncut: list[Digest], t
     host.client.save_video(session, tmp_path / "after.mp4")
     assert (tmp_path / "after.mp4").read_bytes() == (tmp_path / "before.mp4").read_bytes()
     assert digests(host.client.generate(session, **poses(24, 49))) == uncut[2:3]
+
+
+def test_the_embedded_store_is_killed_and_comes_back_under_a_running_server(tmp_path: Path) -> None:
+    with private_server(tmp_path) as server, Client(server.url) as client:
+        session, twin = (client.create(picture(), seed=7).id for _ in range(2))
+        taken = digests(client.generate(session, **poses(48)))
+        os.kill(int((tmp_path / "lock").read_text().split()[1]), signal.SIGKILL)
+        taken += digests(client.generate(session, **poses(24, 49)))
+        assert taken == digests(client.generate(twin, **poses(72)))
+        assert client.ready().ready

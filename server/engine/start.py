@@ -69,4 +69,6 @@ def _embedded(settings: Settings, stack: ExitStack) -> str:
     """URL of a store of our own, which `stack` stops."""
     server = EmbeddedServer(settings.data_dir)
     stack.callback(server.stop)
-    return server.start()
+    url = server.start()
+    server.supervise()
+    return url
