@@ -6,7 +6,8 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -18,12 +19,15 @@ from longtake.state_cache import (
     Arena,
     BlobRef,
     ChunkRecord,
+    Commit,
     Cursor,
     EmbeddedServer,
+    Fence,
     File,
     Fingerprint,
     MemoryStore,
     RedisStore,
+    RequestRecord,
     SessionRecord,
     Store,
     new_session_id,
@@ -253,3 +257,47 @@ def _wait_for_socket(path: Path) -> None:
             return
         time.sleep(0.01)
     raise TimeoutError("redis-server did not start")
+
+
+def make_step(store: Store, session_id: str, fence: Fence, index: int, *, seed: int | None = None) -> Commit:
+    """A commit of chunk `index`, whose blobs are in the store."""
+    return Commit(
+        session_id=session_id,
+        fence=fence,
+        revision=0,
+        expected_head=index - 1,
+        cursor=make_cursor(f"after {index}"),
+        chunk=make_chunk(store, session_id, index, seed=seed),
+    )
+
+
+def make_request(fingerprint: str, *, done: bool) -> RequestRecord:
+    return RequestRecord(
+        fingerprint=fingerprint, first_chunk=0, chunks=1, frames_used=24, done=done, revision=0, pending_poses=0
+    )
+
+
+def furnish(store: Store, session_id: str | None = None, *, owner: str = "", ttl_s: int | None = None) -> str:
+    """A session with all that one can have: a claim, chunks, snapshots and requests; returns its id."""
+    session_id = session_id or new_session_id()
+    store.claim(session_id, "print", session_id)
+    make_session(store, session_id, key=session_id, owner=owner, ttl_s=ttl_s)
+    fence = store.open(session_id)
+    for index in range(3):
+        commit = replace(
+            make_step(store, session_id, fence, index), snapshot=make_snapshot(store, session_id, float(index))
+        )
+        store.commit(replace(commit, key=f"key {index}", request=make_request("print", done=True)))
+    return session_id
+
+
+CALLS: dict[str, Callable[[Store, str], object]] = {
+    "open": lambda store, session_id: store.open(session_id),
+    "read": lambda store, session_id: store.read(session_id),
+    "chunk": lambda store, session_id: store.chunk(session_id, 0),
+    "chunks": lambda store, session_id: store.chunks(session_id, 0, 9),
+    "request": lambda store, session_id: store.request(session_id, "key"),
+    "snapshots": lambda store, session_id: store.snapshots(session_id),
+    "prune": lambda store, session_id: store.prune_snapshots(session_id, Fence(1, ""), 1),
+    "delete": lambda store, session_id: store.delete(session_id),
+}

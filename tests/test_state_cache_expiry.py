@@ -1,0 +1,287 @@
+"""Sessions that expire: sliding lifetimes by the store's clock, and sweeping, on every store."""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import msgspec
+import pytest
+from store_fixtures import CALLS, Probe, RedisProbe, furnish, make_session, make_step
+
+from longtake.state_cache import (
+    Fence,
+    Fenced,
+    MemoryStore,
+    SessionExists,
+    SessionNotFound,
+    Store,
+    lineage_of,
+    load_file,
+    load_tensors,
+    new_session_id,
+)
+
+
+def seconds_left(store: Store, session_id: str) -> float:
+    expires_at = store.read(session_id)[1].expires_at
+    assert expires_at is not None
+    return expires_at - time.time()
+
+
+def test_a_session_without_a_lifetime_never_expires(probe: Probe) -> None:
+    session_id = furnish(probe.store)
+    assert probe.store.read(session_id)[1].expires_at is None
+    assert probe.store.sweep() == 0
+    assert probe.store.list(9) == [session_id]
+
+
+USES: dict[str, Callable[[Store, str, Fence], object]] = {
+    "open": lambda store, session_id, _: store.open(session_id),
+    "commit a chunk": lambda store, session_id, fence: store.commit(make_step(store, session_id, fence, 0)),
+    "commit a cursor": lambda store, session_id, fence: store.commit(
+        replace(make_step(store, session_id, fence, 0), chunk=None)
+    ),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_using_a_session_puts_its_expiry_off(probe: Probe, use: str) -> None:
+    session_id = make_session(probe.store, ttl_s=3600)
+    assert seconds_left(probe.store, session_id) == pytest.approx(3600, abs=60)
+    fence = probe.store.open(session_id)
+    probe.set_expiry(session_id, 60)
+    USES[use](probe.store, session_id, fence)
+    assert seconds_left(probe.store, session_id) == pytest.approx(3600, abs=60)
+
+
+def test_reading_and_failing_do_not_put_the_expiry_off(probe: Probe) -> None:
+    store, session_id = probe.store, furnish(probe.store, ttl_s=3600)
+    probe.set_expiry(session_id, 60)
+    before = store.read(session_id)[1].expires_at
+    for call in ("read", "chunk", "chunks", "request", "snapshots"):
+        CALLS[call](store, session_id)
+    with pytest.raises(Fenced):
+        store.commit(make_step(store, session_id, Fence(9, ""), 3))
+    with pytest.raises(SessionExists):
+        make_session(store, session_id, ttl_s=3600)
+    store.list(9)
+    store.sweep()
+    assert store.read(session_id)[1].expires_at == before
+
+
+@pytest.mark.parametrize("swept", [False, True], ids=["not swept yet", "swept"])
+def test_an_expired_session_is_not_there(probe: Probe, *, swept: bool) -> None:
+    store, session_id = probe.store, furnish(probe.store, ttl_s=60)
+    other = make_session(store)
+    commit = make_step(store, session_id, Fence(1, ""), 3)
+    probe.set_expiry(session_id, -0.001)
+    assert not swept or store.sweep() == 1
+    for call in CALLS.values():
+        with pytest.raises(SessionNotFound):
+            call(store, session_id)
+    with pytest.raises(SessionNotFound):
+        store.commit(commit)
+    assert store.list(9) == [other]
+
+
+def test_a_lifetime_passes_by_the_clock_of_the_store(probe: Probe) -> None:
+    session_id = make_session(probe.store, ttl_s=1)
+    probe.set_expiry(session_id, 0.05)
+    threading.Event().wait(0.06)
+    with pytest.raises(SessionNotFound):
+        probe.store.open(session_id)
+    assert probe.store.sweep() == 1
+
+
+def test_a_lifetime_in_memory_passes_by_the_given_clock() -> None:
+    now = 50.0
+    store = MemoryStore(lambda: now)
+    session_id = make_session(store, ttl_s=10)
+    now = 59.0
+    fence = store.open(session_id)
+    now = 68.0
+    store.commit(make_step(store, session_id, fence, 0))
+    now = 77.9
+    assert (store.sweep(), store.list(9)) == (0, [session_id])
+    now = 78.0
+    with pytest.raises(SessionNotFound):
+        store.commit(make_step(store, session_id, fence, 1))
+    assert (store.sweep(), store.list(9)) == (1, [])
+
+
+@pytest.mark.parametrize("owner", ["", "ada"])
+def test_sweeping_leaves_nothing_behind(probe: Probe, owner: str) -> None:
+    session_id = furnish(probe.store, owner=owner, ttl_s=60)
+    probe.set_expiry(session_id, -1)
+    assert probe.store.sweep() == 1
+    assert probe.keys() == set()
+    assert probe.store.sweep() == 0
+
+
+def test_sweeping_takes_as_many_as_asked(probe: Probe) -> None:
+    made = [make_session(probe.store, ttl_s=60) for _ in range(5)]
+    for session_id in made[:4]:
+        probe.set_expiry(session_id, -1)
+    assert [probe.store.sweep(limit=3) for _ in range(3)] == [3, 1, 0]
+    assert probe.store.list(9) == made[4:]
+
+
+@pytest.mark.parametrize("expired", ["parent", "fork"])
+def test_sweeping_spares_the_blobs_of_a_sibling(probe: Probe, expired: str) -> None:
+    store = probe.store
+    parent = furnish(store, ttl_s=60)
+    fork = furnish(store, new_session_id(lineage_of(parent)), ttl_s=60)
+    gone, kept = (parent, fork) if expired == "parent" else (fork, parent)
+    probe.set_expiry(gone, -1)
+    assert store.sweep() == 1
+    for chunk in store.chunks(kept, 0, 3):
+        assert load_file(store, kept, chunk.segment) == b"segment %d" % chunk.index
+    assert all(load_tensors(store, kept, arena) for arena in store.snapshots(kept).values())
+    assert load_tensors(store, kept, store.read(kept)[0].conditions)
+    probe.set_expiry(kept, -1)
+    assert store.sweep() == 1
+    assert probe.keys() == set()
+
+
+def test_sweepers_at_once_drop_each_session_once(probe: Probe) -> None:
+    store, lineages = probe.store, [new_session_id() for _ in range(10)]
+    made = [furnish(store, new_session_id(lineage_of(name)), ttl_s=60) for name in lineages * 2]
+    for session_id in made:
+        probe.set_expiry(session_id, -1)
+    barrier = threading.Barrier(4)
+
+    def sweep(_: int) -> int:
+        barrier.wait(10)
+        return store.sweep() + store.sweep()
+
+    with ThreadPoolExecutor(4) as pool:
+        assert sum(pool.map(sweep, range(4))) == len(made)
+    assert probe.keys() == set()
+
+
+def test_a_commit_against_a_sweep_wins_or_finds_nothing(probe: Probe) -> None:
+    store = probe.store
+    barrier = threading.Barrier(2)
+
+    def sweep() -> int:
+        barrier.wait(10)
+        return sum(store.sweep() for _ in range(20))
+
+    with ThreadPoolExecutor(1) as pool:
+        for round_ in range(20):
+            session_id = make_session(store, ttl_s=60)
+            commit = make_step(store, session_id, store.open(session_id), 0)
+            sweeping = pool.submit(sweep)
+            probe.set_expiry(session_id, 0.001 * (round_ % 4))
+            barrier.wait(10)
+            try:
+                store.commit(commit)
+            except SessionNotFound:
+                assert sweeping.result(30) + store.sweep() == 1
+                assert session_id not in " ".join(probe.keys())
+            else:
+                assert sweeping.result(30) == 0
+                assert load_file(store, session_id, store.chunk(session_id, 0).segment) == b"segment 0"
+                store.delete(session_id)
+
+
+def test_a_session_used_since_it_was_noted_is_left_alone(redis_server: str) -> None:
+    probe = RedisProbe(redis_server)
+    session_id = make_session(probe.store, ttl_s=60)
+    probe.set_due(session_id, 1)
+    assert probe.store.sweep() == 0
+    assert (probe.due(session_id) or 0) / 1000 == probe.store.read(session_id)[1].expires_at
+    probe.close()
+
+
+def test_what_decides_a_sweep_is_the_script(redis_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    probe = RedisProbe(redis_server)
+    session_id = furnish(probe.store, ttl_s=60)
+    probe.set_expiry(session_id, -1)
+    monkeypatch.setattr(probe.store._directory, "drop_claim", lambda session: probe.set_expiry(session.id, 50))
+    assert probe.store.sweep() == 0
+    assert probe.store.chunk(session_id, 2).index == 2
+    assert probe.store.list(9) == [session_id]
+    probe.close()
+
+
+def test_a_session_noted_but_never_created_is_forgotten(redis_server: str) -> None:
+    probe = RedisProbe(redis_server)
+    session_id = make_session(probe.store, ttl_s=60)
+    probe.set_due(session_id, 1)
+    probe.raw.delete(f"{probe.prefix}:{{{lineage_of(session_id)}}}:s:{session_id}", probe.head(session_id))
+    assert probe.store.sweep() == 0
+    assert probe.due(session_id) is None
+    probe.store._directory.postpone(session_id, 5.0)  # a slower sweeper, who had seen it before
+    assert probe.due(session_id) is None
+    probe.close()
+
+
+def test_an_expired_session_that_can_not_be_read_is_left_alone(probe: Probe) -> None:
+    damaged, other = (make_session(probe.store, ttl_s=60) for _ in range(2))
+    probe.set_expiry(damaged, -2)
+    probe.set_expiry(other, -1)
+    probe.overwrite_session(damaged, msgspec.msgpack.encode({"schema": 2}))
+    assert probe.store.sweep() == 1
+    names = " ".join(probe.keys())
+    assert damaged in names
+    assert other not in names
+
+
+def test_a_session_that_can_not_be_read_does_not_hold_sweeping_up(redis_server: str) -> None:
+    probe = RedisProbe(redis_server)
+    damaged, other = (make_session(probe.store, ttl_s=60) for _ in range(2))
+    probe.set_expiry(damaged, -2)
+    probe.set_expiry(other, -1)
+    probe.overwrite_session(damaged, b"")
+    assert [probe.store.sweep(limit=1) for _ in range(3)] == [0, 1, 0]
+    probe.close()
+
+
+def test_a_claim_lapses_unless_its_session_is_created(probe: Probe) -> None:
+    store, first, second = probe.store, new_session_id(), new_session_id()
+    store.claim("create", "print 1", first)
+    assert probe.claim_lifetime("create") == pytest.approx(24 * 3600, abs=60)
+    probe.set_claim_lifetime("create", 0.001)
+    threading.Event().wait(0.01)
+    assert store.claim("create", "print 2", second) == ("print 2", second)
+    make_session(store, first, key="create")
+    assert probe.claim_lifetime("create") is not None
+    make_session(store, second, key="create")
+    assert probe.claim_lifetime("create") is None
+    assert store.claim("create", "print 1", first) == ("print 2", second)
+
+
+def test_the_claim_of_an_expired_session_is_free(probe: Probe) -> None:
+    store, new = probe.store, new_session_id()
+    old = furnish(store, ttl_s=60)
+    assert store.claim(old, "other", new) == ("print", old)
+    probe.set_expiry(old, -1)
+    assert store.claim(old, "other", new) == ("other", new)
+    make_session(store, new, key=old)
+    assert store.sweep() == 0
+    assert store.claim(old, "third", new_session_id()) == ("other", new)
+    store.delete(new)
+    assert probe.keys() == set()
+
+
+def test_sessions_of_earlier_versions_go_on(redis_server: str) -> None:
+    probe = RedisProbe(redis_server)
+    store, session_id = probe.store, make_session(probe.store)
+    record = msgspec.to_builtins(store.read(session_id)[0])
+    probe.overwrite_session(session_id, msgspec.msgpack.encode(without(record, "owner", "ttl_s")))
+    probe.raw.hdel(probe.head(session_id), "owner")
+    session, head, _ = store.read(session_id)
+    assert (session.owner, session.ttl_s, head.expires_at) == ("", None, None)
+    store.commit(make_step(store, session_id, store.open(session_id), 0))
+    assert (store.sweep(), store.list(9)) == (0, [session_id])
+    store.delete(session_id)
+    assert probe.keys() == set()
+    probe.close()
+
+
+def without(record: dict[str, object], *names: str) -> dict[str, object]:
+    assert record.keys() >= set(names)
+    return {name: value for name, value in record.items() if name not in names}

@@ -1,0 +1,120 @@
+"""Sessions: created once, claimed, listed by owner, deleted without a trace, on every store."""
+
+import msgspec
+import pytest
+from store_fixtures import CALLS, Probe, RedisProbe, furnish, make_cursor, make_session, make_step
+
+from longtake.state_cache import (
+    BlobsMissing,
+    SessionExists,
+    SessionNotFound,
+    Store,
+    lineage_of,
+    load_file,
+    new_session_id,
+)
+
+
+def test_creating_twice_or_without_blobs_is_refused(probe: Probe) -> None:
+    store, session_id = probe.store, make_session(probe.store)
+    store.open(session_id)
+    record = store.read(session_id)[0]
+    with pytest.raises(SessionExists):
+        store.create(record, make_cursor("other"))
+    assert store.read(session_id)[1].cursor == make_cursor()
+
+    orphan = msgspec.structs.replace(record, id=new_session_id())
+    with pytest.raises(BlobsMissing):
+        store.create(orphan, make_cursor())
+    with pytest.raises(SessionNotFound):
+        store.read(orphan.id)
+    assert store.list(9) == [session_id]
+
+
+def test_a_claim_holds_until_its_session_is_deleted(any_store: Store) -> None:
+    first, second = new_session_id(), new_session_id()
+    assert any_store.claim("create café", "print 1", first) == ("print 1", first)
+    assert any_store.claim("create café", "print 2", second) == ("print 1", first)
+    make_session(any_store, first, key="create café")
+    make_session(any_store, second, key="create café")
+    any_store.delete(second)
+    assert any_store.claim("create café", "print 2", second) == ("print 1", first)
+    any_store.delete(first)
+    assert any_store.claim("create café", "print 2", second) == ("print 2", second)
+
+
+def test_sessions_are_listed_newest_first(any_store: Store) -> None:
+    made = [make_session(any_store, created_at=1.8e9 + age) for age in (0.001, 30, 10, 20)]
+    newest = [made[1], made[3], made[2], made[0]]
+    assert any_store.list(10) == newest
+    assert any_store.list(2) == newest[:2]
+    assert any_store.list(2, newest[1]) == newest[2:]
+    assert any_store.list(2, newest[3]) == []
+    with pytest.raises(SessionNotFound):
+        any_store.list(2, new_session_id())
+
+
+def test_a_listing_passes_over_sessions_that_were_never_finished(redis_server: str) -> None:
+    probe = RedisProbe(redis_server)
+    made = [make_session(probe.store, created_at=age) for age in (1, 2, 3, 4)]
+    for lost in made[1:3]:
+        probe.raw.delete(f"{probe.prefix}:{{{lineage_of(lost)}}}:s:{lost}", probe.head(lost))
+    assert probe.store.list(2) == [made[3], made[0]]
+    probe.close()
+
+
+def test_each_owner_sees_their_own_sessions(any_store: Store) -> None:
+    made = [
+        make_session(any_store, created_at=age, owner=owner) for age, owner in enumerate(["", "ada", "bob", "ada", ""])
+    ]
+    assert any_store.list(9) == [made[4], made[0]]
+    assert any_store.list(9, owner="ada") == [made[3], made[1]]
+    assert any_store.list(9, made[3], "ada") == [made[1]]
+    assert any_store.list(9, owner="bob") == [made[2]]
+    assert any_store.list(9, owner="eve") == []
+    with pytest.raises(SessionNotFound):
+        any_store.list(9, made[3], "bob")
+    assert any_store.read(made[3])[0].owner == "ada"
+    any_store.delete(made[3])
+    assert any_store.list(9, owner="ada") == [made[1]]
+
+
+def test_an_id_that_is_taken_is_listed_for_its_first_owner_only(any_store: Store) -> None:
+    session_id = make_session(any_store, owner="ada")
+    with pytest.raises(SessionExists):
+        make_session(any_store, session_id, owner="bob")
+    assert any_store.list(9, owner="bob") == []
+    assert any_store.list(9, owner="ada") == [session_id]
+
+
+@pytest.mark.parametrize(("owner", "ttl_s"), [("", None), ("ada", 60)], ids=["plain", "owned, expires"])
+def test_deleting_leaves_nothing_behind(probe: Probe, owner: str, ttl_s: int | None) -> None:
+    store = probe.store
+    session_id = furnish(store, owner=owner, ttl_s=ttl_s)
+    assert probe.keys()
+    store.delete(session_id)
+    assert probe.keys() == set()
+    assert store.list(9, owner=owner) == []
+
+
+def test_deleting_spares_the_blobs_of_a_sibling(probe: Probe) -> None:
+    store = probe.store
+    parent = make_session(store)
+    fork = make_session(store, new_session_id(lineage_of(parent)))
+    for session_id in (parent, fork):
+        store.commit(make_step(store, session_id, store.open(session_id), 0))
+    store.delete(parent)
+    assert load_file(store, fork, store.chunk(fork, 0).segment) == b"segment 0"
+    store.delete(fork)
+    assert probe.keys() == set()
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    "session_id",
+    ["ses_" + "a" * 39, "", "ses_" + "a" * 39 + "\n", "ses_" + "1" * 39],
+    ids=["absent", "empty", "newline", "alphabet"],
+)
+def test_every_call_names_an_unknown_session(any_store: Store, call: str, session_id: str) -> None:
+    with pytest.raises(SessionNotFound):
+        CALLS[call](any_store, session_id)
