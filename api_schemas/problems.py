@@ -13,6 +13,7 @@ MEDIA_TYPE = "application/problem+json"
 PROBLEMS: dict[str, tuple[HTTPStatus, str]] = {
     "invalid_request": (HTTPStatus.UNPROCESSABLE_ENTITY, "The request is not valid"),
     "malformed_json": (HTTPStatus.BAD_REQUEST, "The body is not JSON"),
+    "malformed_body": (HTTPStatus.BAD_REQUEST, "The body can not be taken apart"),
     "unsupported_media_type": (
         HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
         "The body has another media type than this route takes",

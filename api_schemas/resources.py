@@ -62,7 +62,10 @@ class CreateSession(RequestModel):
         Field(None, description="[width, height] that `intrinsics` belong to, when not those of the image.")
     )
     ttl_s: Whole | None = Field(
-        None, ge=60, le=10 * 365 * 86400, description="Seconds without a request after which the session goes."
+        None,
+        ge=60,
+        le=10 * 365 * 86400,
+        description="Seconds without a new chunk or pose after which the session goes.",
     )
     first_pose: Pose | None = Field(
         None, description="Camera-to-world matrix of the first frame; identity when left out."

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from longtake.api_schemas.strict import RequestModel
+from longtake.api_schemas.strict import Finite, RequestModel, Whole
 
 Convention = Literal["opencv", "opengl"]
 """Camera axes: opencv = x right, y down, z forward; opengl = x right, y up, z backward."""
@@ -31,22 +31,25 @@ class TrajectoryOptions(RequestModel):
     format: FormatChoice = Field(
         "auto", description="Syntax of the file. `auto` takes only those that nothing else looks like."
     )
-    start: int | None = Field(
-        None, ge=0, description="Video frame to begin with, 0 being the file's first; the session's next when left out."
-    )
-    frames: int | None = Field(
-        None, ge=1, le=4096, description="New frames to take from the file; all that are left when left out."
-    )
-    fps: float | None = Field(
+    start: Whole | None = Field(
         None,
-        gt=0,
+        ge=0,
+        le=2**31,
+        description="Video frame to begin with, 0 being the file's first; the session's next when left out.",
+    )
+    frames: Whole | None = Field(
+        None,
+        ge=1,
+        le=4096,
+        description="New frames to take from the file; all that are left, up to 4096, when left out.",
+    )
+    fps: Finite | None = Field(
+        None,
+        ge=1e-3,
         le=1000,
-        allow_inf_nan=False,
         description="Poses a second, for files without times. Left out: one pose a video frame (KITTI: 10 a second).",
     )
-    scale: float | None = Field(
-        None, gt=0, le=1e6, allow_inf_nan=False, description="Factor from the file's units to metres."
-    )
+    scale: Finite | None = Field(None, gt=0, le=1e6, description="Factor from the file's units to metres.")
     convention: Convention | None = Field(None, description="Camera axes, npy and npz only; opencv when left out.")
     ignore_distortion: bool = Field(
         False, description="Leave lens distortion out instead of refusing it, transforms and colmap only."

@@ -149,6 +149,8 @@ class AsyncClient:
                     replay.end()
                     return
             except (ServerProblem, *LOST) as error:
+                if replay.is_whole(error):
+                    return
                 pause = attempts.pause(error)
                 if pause is None:
                     raise

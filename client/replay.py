@@ -2,7 +2,7 @@
 
 import hashlib
 
-from longtake.client.problems import ReplayError
+from longtake.client.problems import ReplayError, ServerProblem
 
 
 class Replay:
@@ -37,3 +37,9 @@ class Replay:
         """The attempt came to its end. Raises `ReplayError` if that is before where an earlier one broke."""
         if self._missing:
             raise ReplayError(f"the repeated stream ends {self._missing} bytes before the one that broke")
+
+    def is_whole(self, error: Exception) -> bool:
+        """Whether a refused rest means that all had come: the file ends where the stream broke."""
+        if not isinstance(error, ServerProblem) or error.code != "range_not_satisfiable":
+            return False
+        return (error.problem.model_extra or {}).get("size") == self.count

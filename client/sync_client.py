@@ -166,6 +166,8 @@ class Client:
                     replay.end()
                     return
             except (ServerProblem, *LOST) as error:
+                if replay.is_whole(error):
+                    return
                 pause = attempts.pause(error)
                 if pause is None:
                     raise

@@ -209,6 +209,10 @@ def _friendly() -> Iterator[None]:
     except ValidationError as error:
         first = error.errors()[0]
         _fail(f"{'.'.join(map(str, first['loc']))}: {first['msg']}", error)
+    except httpx.UnsupportedProtocol as error:
+        _fail("give a server as a URL: http://127.0.0.1:8000", error)
+    except httpx.ConnectError as error:
+        _fail(f"no server answers at {error.request.url.copy_with(path='')}: {error}", error)
     except (ServerProblem, ReplayError, ProblemError, ServerDiedError, StartError, OSError, httpx.HTTPError) as error:
         _fail(str(error), error)
 

@@ -16,7 +16,7 @@ from longtake.api_schemas.problems import MEDIA_TYPE, FieldProblem, Problem, Pro
 
 log = logging.getLogger(__name__)
 
-_STATUS_CODES = {400: "malformed_json", 404: "not_found", 405: "method_not_allowed", 413: "payload_too_large"}
+_STATUS_CODES = {400: "malformed_body", 404: "not_found", 405: "method_not_allowed", 413: "payload_too_large"}
 _PLACES = {"body", "path", "query", "header"}
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,39}", re.ASCII)
 
@@ -146,4 +146,5 @@ def _on_leaving(_: Request, error: Exception) -> Response:
 
 def _on_crash(error: Exception) -> ProblemResponse:
     log.error("a request failed", exc_info=error)
-    return render(ProblemError("internal_error", "the server failed"))
+    problem = ProblemError("internal_error", "the server failed").problem()
+    return ProblemResponse(problem, headers={"Connection": "close"})

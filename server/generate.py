@@ -116,7 +116,7 @@ def run_walk(client: Client, walk: Walk, console: Console) -> str:
     else:
         session = client.create(walk.image, **beginning(walk, path.intrinsics))
     console.print(f"session {session.id}", soft_wrap=True)
-    for warning in session.warnings:
+    for warning in session.warnings if walk.session is None else ():
         console.print(f"[yellow]warning:[/] {warning}", soft_wrap=True)
     moves, chunks = path.moves(session, walk.frames, pad=walk.pad)
     try:
@@ -144,8 +144,11 @@ def read_path(walk: Walk) -> CameraPath:
     keys = [] if walk.actions is None else parse_actions(walk.actions, "actions")
     if keys and walk.frames is not None and len(keys) < walk.frames:
         raise _usage(f"the camera gives {len(keys)} frames", "frames")
+    file_poses = None if walk.trajectory is None else read_poses(walk.trajectory, walk.format)
+    if file_poses is not None and walk.image is not None and len(file_poses) <= (walk.frames or 1):
+        raise _usage(f"row 0 belongs to the image: it has poses for {len(file_poses) - 1} new frames", "trajectory")
     return CameraPath(
-        file_poses=None if walk.trajectory is None else read_poses(walk.trajectory, walk.format),
+        file_poses=file_poses,
         keys=keys,
         intrinsics=None if walk.intrinsics is None else read_intrinsics(walk.intrinsics),
     )

@@ -41,11 +41,12 @@ class PrivateServer:
                 pipe.close()
 
 
-def start_private_server(data_dir: Path | None, *options: str) -> PrivateServer:
+def start_private_server(data_dir: Path | None, *options: str, api_key: str | None = None) -> PrivateServer:
     """Start `longtake serve` with these further options and wait until it takes requests.
 
-    It listens on loopback without keys. With a data directory it uses the embedded store there, otherwise the store
-    of the environment's settings. Raises `ServerDiedError` with what the server said.
+    It listens on loopback, and takes the given key or none: its sessions are those of that key. With a data directory
+    it uses the embedded store there, otherwise the store of the environment's settings. Raises `ServerDiedError` with
+    what the server said.
     """
     command = [sys.executable, "-m", "longtake.server", "serve", "--host", "127.0.0.1", "--port", "0"]
     command += ["--log-level", "warning", "--while-stdin-open", *options]
@@ -54,6 +55,8 @@ def start_private_server(data_dir: Path | None, *options: str) -> PrivateServer:
         command += ["--data-dir", str(data_dir)]
         theirs |= {"LONGTAKE_STATE_URL"}
     environment = {name: value for name, value in os.environ.items() if name not in theirs}
+    if api_key:
+        environment["LONGTAKE_API_KEYS"] = api_key
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
     )
@@ -72,9 +75,9 @@ def start_private_server(data_dir: Path | None, *options: str) -> PrivateServer:
 
 
 @contextmanager
-def private_server(data_dir: Path | None, *options: str) -> Iterator[PrivateServer]:
+def private_server(data_dir: Path | None, *options: str, api_key: str | None = None) -> Iterator[PrivateServer]:
     """A private server inside a `with` block."""
-    server = start_private_server(data_dir, *options)
+    server = start_private_server(data_dir, *options, api_key=api_key)
     try:
         yield server
     finally:

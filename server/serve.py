@@ -15,7 +15,7 @@ from longtake.server.doors import doors_of
 from longtake.server.engine.engine import Engine
 from longtake.server.engine.start import start_engine
 from longtake.server.private import READY_PREFIX
-from longtake.server.settings import Settings
+from longtake.server.settings import Settings, StartError
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,13 @@ def _bound(host: str, port: int) -> socket.socket:
     # asyncio turns Nagle's algorithm off only where the protocol is named: without it answers wait 40 ms
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((host, port))
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise StartError(
+            f"can not listen on {host}, port {port}: {error.strerror}; choose another with --port"
+        ) from error
     return listener
 
 

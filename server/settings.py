@@ -41,7 +41,7 @@ class Settings(BaseSettings):
     ttl_s: int | None = Field(
         None,
         ge=60,
-        description="Seconds without a request after which a session goes; unset: never, with a URL 7 days.",
+        description="Seconds without a chunk or pose after which a session goes; unset: never, with a URL 7 days.",
     )
     data_dir: Path = Field(default_factory=default_data_dir, description="Where the embedded store keeps its files.")
     key_prefix: str = Field("lt", pattern=r"^[a-z0-9-]{1,16}$", description="Prefix of every key in the store.")

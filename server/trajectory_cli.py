@@ -51,6 +51,7 @@ def show(
 ) -> None:
     """Print what is understood of a file; with --out, draw its path from above and its height."""
     with _friendly():
+        _check_name(out, ".png")
         trajectory = _read(file, cameras, _options(file_format, fps, scale, convention, ignore_distortion))
         for line in describe(trajectory.resolved):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -72,6 +73,7 @@ def convert(
 ) -> None:
     """Write the poses of a file as .npy, in the file's own world."""
     with _friendly():
+        _check_name(out, ".npy")
         trajectory = _read(file, cameras, _options(file_format, fps, scale, convention, ignore_distortion))
         with out.open("wb") as stream:
             np.save(stream, trajectory.poses, allow_pickle=False)
@@ -131,6 +133,11 @@ def _field_of_view(trajectory: TrajectoryFile) -> float:
     focal, _, centre, _ = trajectory.intrinsics[0]
     width = 2 * centre if trajectory.intrinsics_size is None else trajectory.intrinsics_size[0]
     return math.degrees(2 * math.atan(width / 2 / focal))
+
+
+def _check_name(out: Path | None, suffix: str) -> None:
+    if out is not None and out.suffix.lower() != suffix:
+        raise ProblemError("invalid_request", f"give the name of a {suffix} file", "out")
 
 
 @contextmanager

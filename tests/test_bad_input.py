@@ -221,6 +221,12 @@ async def test_a_body_of_unknown_members_costs_nothing(http: httpx.AsyncClient) 
     assert len(answer.content) < 1000
 
 
+async def test_a_body_of_endless_lists_is_not_even_parsed(http: httpx.AsyncClient) -> None:
+    body = b'{"camera":{"poses":[' + b"[]," * 300_000 + b"[]]}}"
+    answer = await http.post(f"{await begin(http)}/chunks", content=body, headers={"content-type": "application/json"})
+    assert check(answer, "payload_too_large").model_extra == {"limit_parts": 250_000}
+
+
 @pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "text/plain", "video/mp4"])
 async def test_a_body_of_another_kind(http: httpx.AsyncClient, kind: str) -> None:
     body = json.dumps({"image": first_frame()}).encode()

@@ -77,6 +77,7 @@ MISTAKES = {
         "intrinsics_size: give",
     ),
     "unknown model": (["serve", "--model", "huge", "--data-dir", "data2", "--port", "0"], "tiny-untrained"),
+    "address of another": (["serve", "--port", "1", "--host", "192.0.2.1", "--insecure", "--data-dir", "d3"], "--port"),
     "no store there": (["serve", "--state-url", "redis://127.0.0.1:1", "--port", "0"], "error:"),
     "unknown session": (["sessions", "show", "ses_" + "a" * 39], "session_not_found"),
 }

@@ -283,6 +283,15 @@ def test_a_download_that_breaks_asks_for_the_rest(connect: Connect, tmp_path: Pa
     assert [request.headers.get("range") for request in script.requests] == [None, "bytes=300-"]
 
 
+def test_a_download_that_only_lost_its_end_is_whole(connect: Connect, tmp_path: Path) -> None:
+    beyond = httpx.Response(416, json=json.loads(problem("range_not_satisfiable").content) | {"size": len(VIDEO)})
+    beyond.headers["content-type"] = "application/problem+json"
+    script = Script(mp4(VIDEO, whole=False), beyond)
+    connect(script).save_video(SESSION, tmp_path / "take.mp4")
+    assert (tmp_path / "take.mp4").read_bytes() == VIDEO
+    assert [request.headers.get("range") for request in script.requests] == [None, f"bytes={len(VIDEO)}-"]
+
+
 def test_a_download_whose_range_is_ignored_still_gives_each_byte_once(connect: Connect, tmp_path: Path) -> None:
     script = Script(mp4(VIDEO[:300], whole=False), mp4(VIDEO))
     connect(script).save_video(SESSION, str(tmp_path / "take.mp4"))

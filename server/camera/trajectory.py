@@ -53,5 +53,9 @@ def continue_from(
     stop = len(file_poses) if count is None else start + count
     if start >= stop or stop > len(file_poses):
         left = max(0, len(file_poses) - start)
-        raise ProblemError("trajectory_exhausted", f"the file has {left} poses left from frame {start} on", field)
+        raise ProblemError(
+            "trajectory_exhausted",
+            f"the file has {left} poses left there: row k is frame k unless `start` names another row",
+            field,
+        )
     return compose(first_pose, rebase(file_poses[start:stop], file_poses[0]))

@@ -79,19 +79,27 @@ def read_trajectory(
             rigid, mirrored, distorted, in no order, over 65536 poses or frames, and for options that do not apply.
     """
     source = Source(data, options, field, cameras)
-    if max(len(data), len(cameras or b"")) > MAX_FILE_BYTES:
+    try:
+        with np.errstate(over="raise", divide="raise", invalid="raise"):
+            return _read(source)
+    except ArithmeticError:
+        raise source.problem("its numbers are too large or too small to compute with") from None
+
+
+def _read(source: Source) -> TrajectoryFile:
+    if max(len(source.data), len(source.cameras or b"")) > MAX_FILE_BYTES:
         raise source.problem(f"it is larger than {MAX_FILE_BYTES // 2**20} MiB")
-    name = detect(source) if options.format == "auto" else options.format
+    name = detect(source) if source.options.format == "auto" else source.options.format
     _check_options(source, name)
     file = _READERS[name](source)
     poses = _camera_to_world(file, source)
     intrinsics = _checked_intrinsics(file, source)
     if file.times is not None:
-        if frames_within(float(file.times[-1])) > MAX_FILE_POSES:
+        if not np.isfinite(file.times).all() or frames_within(float(file.times[-1])) > MAX_FILE_POSES:
             raise source.problem(f"it lasts longer than {MAX_FILE_POSES} frames at {FPS} fps")
         poses = resample_poses(poses, file.times)
         intrinsics = None if intrinsics is None else resample_numbers(intrinsics, file.times)
-    return TrajectoryFile(poses, intrinsics, file.intrinsics_size, _resolve(name, file, poses, options))
+    return TrajectoryFile(poses, intrinsics, file.intrinsics_size, _resolve(name, file, poses, source.options))
 
 
 def _check_options(source: Source, name: TrajectoryFormat) -> None:

@@ -129,11 +129,17 @@ class Advancer:
         Raises `ProblemError`. Chunks committed before a failure stay; the problem then says how many (`committed`).
         """
         with self._keys.claim(session_id, key), self._workers.admitted():
-            command = await self._workers.read_upload(
-                read_command, request, uploads, self._model.spec, self._limits.clip
-            )
+            command = await self._read(request, uploads)
             async with self._hot.exclusive(session_id):
                 return await self._advance(session_id, command, key, delivery)
+
+    async def _read(self, request: PostChunks, uploads: Uploads) -> Command:
+        """The request with its files; one without any never waits for those of others."""
+
+        def read(abandoned: Callable[[], bool]) -> Command:
+            return read_command(request, uploads, self._model.spec, self._limits.clip, abandoned)
+
+        return await (self._workers.read_files(read) if uploads else self._workers.io(read, lambda: False))
 
     async def _advance(self, session_id: str, command: Command, key: str | None, delivery: Delivery) -> Outcome:
         task, fence = await self._task(session_id, command, key)

@@ -1,7 +1,7 @@
 """A request for chunks with its uploads read: what the engine plans from, and what a repeated key must match."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pydantic import BaseModel
@@ -21,6 +21,9 @@ class Uploads:
     cameras: bytes | None = None
     frames: tuple[bytes, ...] = ()
 
+    def __bool__(self) -> bool:
+        return bool(self.trajectory is not None or self.cameras is not None or self.frames)
+
     def parts(self) -> Sequence[bytes]:
         """Every file, in a fixed order; missing ones are empty."""
         return (self.trajectory or b"", self.cameras or b"", *self.frames)
@@ -36,8 +39,13 @@ class Command:
     clip: Frames | None = None
 
 
-def read_command(request: PostChunks, uploads: Uploads, spec: ModelSpec, limits: ClipLimits) -> Command:
-    """Read the uploads that belong to a request. Raises `ProblemError` naming the part; blocks while it decodes."""
+def read_command(
+    request: PostChunks, uploads: Uploads, spec: ModelSpec, limits: ClipLimits, abandoned: Callable[[], bool]
+) -> Command:
+    """Read the uploads that belong to a request. Raises `ProblemError` naming the part.
+
+    Blocks while it decodes; gives up once `abandoned` says that nobody waits any more.
+    """
     wanted = request.camera is not None and request.camera.trajectory is not None
     if wanted != (uploads.trajectory is not None):
         raise ProblemError("invalid_request", "a trajectory needs camera.trajectory and a file part", "trajectory")
@@ -53,7 +61,7 @@ def read_command(request: PostChunks, uploads: Uploads, spec: ModelSpec, limits:
         raise ProblemError("invalid_request", "observed frames need poses or a trajectory", "camera.actions")
     if request.discard_pending and not uploads.frames:
         raise ProblemError("invalid_request", "only observed frames discard pending poses", "discard_pending")
-    clip = read_clip(uploads.frames, spec.width, spec.height, limits) if uploads.frames else None
+    clip = read_clip(uploads.frames, spec.width, spec.height, limits, abandoned=abandoned) if uploads.frames else None
     return Command(request, request_fingerprint(request, uploads.parts()), trajectory, clip)
 
 

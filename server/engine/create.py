@@ -56,7 +56,7 @@ class Creator:
         if request.model not in (None, self._model.spec.id):
             raise ProblemError("model_not_found", "this server does not serve that model", "model")
         with self._keys.claim(f"create {owner}", key), self._workers.admitted():
-            view = await self._workers.read_upload(first_view, request, image, self._model.spec)
+            view = await self._workers.read_picture(first_view, request, image, self._model.spec)
             session_id, claim = await self._claim(request_fingerprint(request, [image or b""]), key, owner)
             try:
                 return await self._calls.call(self._read, session_id), True

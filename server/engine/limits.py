@@ -13,7 +13,7 @@ class Limits:
         queue_size: requests that may wait or run at once.
         hot_sessions: sessions whose state stays in memory between requests.
         keep_snapshots: newest snapshots kept for each session.
-        ttl_s: seconds without a request after which a session goes, unless it asks for others; None: never.
+        ttl_s: seconds without a new chunk or pose after which a session goes, unless it asks for others; None: never.
         clip: what an uploaded clip may hold.
     """
 

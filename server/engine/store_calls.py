@@ -32,7 +32,7 @@ class StoreCalls:
                 return function(*args, **kwargs)
 
         try:
-            with self._metrics.store_seconds.labels(function.__name__).time():
+            with self._metrics.store_seconds.labels(function.__name__.lstrip("_")).time():
                 result = await self._workers.io(translated)
         except ProblemError as problem:
             self._metrics.store_up.set(problem.code != "store_unavailable")

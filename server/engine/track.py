@@ -7,7 +7,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from longtake.api_schemas.camera import Camera
+from longtake.api_schemas.camera import MAX_POSES, Camera
 from longtake.api_schemas.problems import ProblemError
 from longtake.server.camera.actions import Controller, parse_actions
 from longtake.server.camera.intrinsics import Crop, check_intrinsics, scale_intrinsics
@@ -141,7 +141,9 @@ def _given_poses(camera: Camera, file: TrajectoryFile | None, session: SessionCa
         return to_opencv(check_poses(camera.poses, "camera.poses"), camera.convention)
     assert file is not None
     assert camera.trajectory is not None
-    return continue_from(file.poses, session.first_pose, _file_row(camera, start), camera.trajectory.frames)
+    row = _file_row(camera, start)
+    frames = camera.trajectory.frames or (MAX_POSES if len(file.poses) - row > MAX_POSES else None)
+    return continue_from(file.poses, session.first_pose, row, frames)
 
 
 def _file_row(camera: Camera, start: int) -> int:

@@ -1,6 +1,7 @@
 """Where work runs: one compute thread, a few threads for encoding and the store, and a bounded number of requests."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,8 @@ class Workers:
     def __init__(self, queue_size: int, io_threads: int = 4) -> None:
         self._compute = ThreadPoolExecutor(1, "compute")
         self._io = ThreadPoolExecutor(io_threads, "io")
-        self._uploads = ThreadPoolExecutor(1, "uploads")
+        self._pictures = ThreadPoolExecutor(1, "pictures")
+        self._files = ThreadPoolExecutor(1, "files")
         self._places = queue_size
         self._open = True
 
@@ -63,16 +65,28 @@ class Workers:
         """Run on one of the other threads."""
         return await _run(self._io, lambda: function(*args, **kwargs))
 
-    async def read_upload(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run on the thread that decodes uploads: one at a time, since pictures are large."""
-        return await _run(self._uploads, lambda: function(*args, **kwargs))
+    async def read_picture(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run on the thread that decodes first frames: one at a time, since pictures are large."""
+        return await _run(self._pictures, lambda: function(*args, **kwargs))
+
+    async def read_files(self, function: Callable[[Callable[[], bool]], R]) -> R:
+        """Run on the thread that reads clips and trajectories, one request at a time.
+
+        The function is given a question to ask now and then: whether it was abandoned, since its client has left.
+        """
+        left = threading.Event()
+        try:
+            return await _run(self._files, lambda: function(left.is_set))
+        finally:
+            left.set()
 
     def close(self) -> None:
         """Drain, and wait for what runs."""
         self.drain()
         self._compute.shutdown()
         self._io.shutdown()
-        self._uploads.shutdown()
+        self._pictures.shutdown()
+        self._files.shutdown()
 
 
 async def _run(executor: ThreadPoolExecutor, function: Callable[[], R]) -> R:

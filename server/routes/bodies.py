@@ -16,6 +16,9 @@ M = TypeVar("M", bound=BaseModel)
 
 MAX_FILES = 512
 MAX_PARAMS_BYTES = 8 * 2**20
+MAX_JSON_PARTS = 250_000
+"""Commas and opening brackets of a JSON body: twice what 4,096 poses with intrinsics have. Parsing holds the whole
+process, and a body of the size that a picture may have could hold tens of millions."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,11 @@ class Body:
     files: dict[str, tuple[bytes, ...]]
 
     async def parsed(self, model: type[M]) -> M:
-        """The JSON as `model`, read on a thread. Raises `RequestValidationError`."""
+        """The JSON as `model`, read on a thread. Raises `RequestValidationError`, `payload_too_large`."""
+        if sum(map(self.params.count, (b",", b"[", b"{"))) > MAX_JSON_PARTS:
+            raise ProblemError(
+                "payload_too_large", "the JSON has too many members", extra={"limit_parts": MAX_JSON_PARTS}
+            )
         try:
             return await run_in_threadpool(model.model_validate_json, self.params)
         except ValidationError as error:
@@ -62,16 +69,19 @@ def _media_type(request: Request) -> str:
 
 
 async def _from_form(form: FormData, parts: frozenset[str]) -> Body:
-    params, files = b"{}", dict[str, tuple[bytes, ...]]()
+    params: bytes | None = None
+    files: dict[str, tuple[bytes, ...]] = {}
     for name, value in form.multi_items():
         if name == "params":
+            if params is not None:
+                raise ProblemError("invalid_request", "give the JSON once", "params")
             params = await value.read() if isinstance(value, UploadFile) else value.encode()
         elif name not in parts or not isinstance(value, UploadFile):
             detail = f"the file parts of this request are: {', '.join(sorted(parts))}; its JSON goes into params"
             raise ProblemError("invalid_request", detail, "body")
         else:
             files[name] = (*files.get(name, ()), await value.read())
-    return Body(params, files)
+    return Body(b"{}" if params is None else params, files)
 
 
 def body_schema(model: type[BaseModel], parts: dict[str, str]) -> dict[str, object]:

@@ -1,17 +1,22 @@
 """`/v1/sessions/{id}/chunks`: go on with a take, and read what was made."""
 
+import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 
+from longtake.api_schemas.problems import ProblemError
 from longtake.api_schemas.resources import Advanced, Chunk, ChunkList, PostChunks
 from longtake.server.engine.command import Uploads
+from longtake.server.engine.engine import Engine
 from longtake.server.routes.bodies import body_schema, read_body
-from longtake.server.routes.leaving import ClosingResponse, while_connected
+from longtake.server.routes.leaving import CutResponse, while_connected
 from longtake.server.routes.negotiation import wants_video
 from longtake.server.routes.parameters import ChunkIndex, EngineOf, IdempotencyKey, SessionId, problems
+
+log = logging.getLogger(__name__)
 
 router = APIRouter(prefix="/v1/sessions/{session_id}/chunks", tags=["chunks"])
 
@@ -42,7 +47,9 @@ async def post(session_id: SessionId, request: Request, engine: EngineOf, key: I
     params = await body.parsed(PostChunks)
     uploads = Uploads(body.one("trajectory"), body.one("cameras"), body.files.get("frames", ()))
     if video:
-        return await _streamed(request, engine.stream(session_id, params, uploads, key))
+        if request.scope["http_version"] == "1.0":
+            raise ProblemError("not_acceptable", "a stream needs HTTP/1.1, where its end can be told from a cut")
+        return await _streamed(request, engine, engine.stream(session_id, params, uploads, key))
     outcome = await while_connected(request, engine.advance(session_id, params, uploads, key))
     headers = {"Server-Timing": f"commit;dur={outcome.commit_ms:.3f}"}
     if outcome.replayed:
@@ -50,7 +57,7 @@ async def post(session_id: SessionId, request: Request, engine: EngineOf, key: I
     return Response(outcome.answer.model_dump_json(), 201, headers, "application/json")
 
 
-async def _streamed(request: Request, pieces: AsyncGenerator[bytes, None]) -> Response:
+async def _streamed(request: Request, engine: Engine, pieces: AsyncGenerator[bytes, None]) -> Response:
     """Wait for the first chunk, so that what fails before it is a problem, then stream."""
     first = await while_connected(request, anext(pieces, b""))
     if not first:
@@ -62,7 +69,11 @@ async def _streamed(request: Request, pieces: AsyncGenerator[bytes, None]) -> Re
             async for piece in pieces:
                 yield piece
 
-    return ClosingResponse(all_pieces(), media_type="video/mp4")
+    def cut(problem: ProblemError) -> None:
+        engine.metrics.problems.labels(problem.code).inc()
+        log.warning("a stream was cut: %s", problem)
+
+    return CutResponse(all_pieces(), "video/mp4", cut)
 
 
 @router.get("", operation_id="listChunks", responses=problems(404, 422, 503))

@@ -1,13 +1,15 @@
 """Clients that go away: what was done for them stops, and what it held is freed."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import TypeVar
 
 from fastapi import Request
 from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
+
+from longtake.api_schemas.problems import ProblemError
 
 R = TypeVar("R")
 
@@ -35,12 +37,32 @@ async def _gone(request: Request) -> None:
         pass
 
 
-class ClosingResponse(StreamingResponse):
-    """A streamed answer that closes its generator when the client leaves."""
+class CutResponse(StreamingResponse):
+    """A streamed answer that closes its generator when the client leaves, and is cut, not ended, by a problem.
 
-    def __init__(self, pieces: AsyncGenerator[bytes, None], media_type: str) -> None:
+    Args:
+        pieces: the body.
+        media_type: its type.
+        on_problem: hears of the problem that cuts it.
+    """
+
+    def __init__(
+        self, pieces: AsyncGenerator[bytes, None], media_type: str, on_problem: Callable[[ProblemError], None]
+    ) -> None:
         super().__init__(pieces, media_type=media_type)
         self._pieces = pieces
+        self._on_problem = on_problem
+
+    async def stream_response(self, send: Send) -> None:
+        """Send the pieces. Without a last message the connection is closed, and no client takes the rest for whole."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async for piece in self._pieces:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        except ProblemError as problem:
+            self._on_problem(problem)
+            return
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry."""

@@ -28,12 +28,13 @@ def wants_video(request: Request) -> bool:
 def byte_range(request: Request, size: int) -> tuple[int, int] | None:
     """The part of a file of `size` bytes that `Range` asks for, as (start, stop); None for all of it.
 
-    Several ranges, and forms that RFC 9110 does not define for bytes, are ignored, as it allows.
+    Several ranges, and forms that RFC 9110 does not define for bytes, are ignored, as it allows; so is a range under
+    `If-Range`, since no answer carries a validator that could match.
 
     Raises `range_not_satisfiable` for a part that lies outside.
     """
     match = _RANGE.fullmatch(request.headers.get("range", ""))
-    if match is None or match.groups() == ("", ""):
+    if match is None or match.groups() == ("", "") or "if-range" in request.headers:
         return None
     first, last = match.groups()
     start = int(first) if first else max(0, size - int(last))

@@ -7,7 +7,7 @@ Every picture is brought to the model's size as it comes: memory holds the small
 import io
 import struct
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from fractions import Fraction
@@ -75,7 +75,12 @@ class _Picture:
 
 
 def read_clip(
-    files: Sequence[bytes], width: int, height: int, limits: ClipLimits | None = None, field: str = "frames"
+    files: Sequence[bytes],
+    width: int,
+    height: int,
+    limits: ClipLimits | None = None,
+    field: str = "frames",
+    abandoned: Callable[[], bool] = lambda: False,
 ) -> NDArray[np.uint8]:
     """Decode an uploaded clip: upright RGB frames in order of presentation, resized and cut like a first frame.
 
@@ -88,6 +93,7 @@ def read_clip(
         height: of the model's frame.
         limits: what the upload may cost.
         field: path of the uploads in the request, for errors; images are `field[0]`, `field[1]` …
+        abandoned: asked between packets and frames; once it says yes, reading ends with `frames_invalid`.
 
     Returns:
         uint8 [T, height, width, 3], T ≥ 1.
@@ -100,7 +106,7 @@ def read_clip(
     videos = sum(video_format(data) is not None for data in files)
     if videos and len(files) > 1:
         raise ProblemError("frames_invalid", "send one video, or images, and not both", field)
-    budget = _Budget(limits or ClipLimits(), field)
+    budget = _Budget(limits or ClipLimits(), field, abandoned)
     pictures = _video(files[0], budget) if videos else _stills(files, budget)
     with closing(pictures):
         return _fitted(pictures, width, height, budget)
@@ -109,12 +115,15 @@ def read_clip(
 class _Budget:
     """Raises as soon as an upload costs more than it may."""
 
-    def __init__(self, limits: ClipLimits, field: str) -> None:
+    def __init__(self, limits: ClipLimits, field: str, abandoned: Callable[[], bool]) -> None:
         self.limits = limits
         self.field = field
+        self.abandoned = abandoned
         self.deadline = time.monotonic() + limits.seconds
 
     def check_time(self) -> None:
+        if self.abandoned():
+            raise ProblemError("frames_invalid", "nobody waits for the clip any more", self.field)
         if time.monotonic() > self.deadline:
             raise self._exceeded(f"the clip takes more than {self.limits.seconds:g} s to read")
 
