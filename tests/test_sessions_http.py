@@ -27,6 +27,22 @@ async def test_a_new_session_tells_where_it_stands(http: httpx.AsyncClient) -> N
     assert (await http.get(answer.headers["Location"])).json() == answer.json()
 
 
+async def test_a_session_with_a_lifetime_says_when_it_goes(http: httpx.AsyncClient) -> None:
+    session = await begin(http, ttl_s=3600)
+    before = Session.model_validate_json((await http.get(session)).content)
+    assert before.expires_at is not None
+    assert abs((before.expires_at - before.created_at).total_seconds() - 3600) < 5
+    await post(http, session, path(24))
+    after = Session.model_validate_json((await http.get(session)).content)
+    assert after.expires_at is not None
+    assert after.expires_at > before.expires_at
+    made = await http.post("/v1/sessions", json={"image": first_frame(), "ttl_s": 60})
+    fresh = Session.model_validate_json(made.content)
+    assert fresh.expires_at is not None
+    assert (fresh.expires_at - fresh.created_at).total_seconds() == 60
+    assert (await http.get(await begin(http))).json()["expires_at"] is None
+
+
 async def test_poses_become_chunks_and_the_rest_waits(http: httpx.AsyncClient) -> None:
     session = await begin(http)
     answer = await post(http, session, path(53))

@@ -31,7 +31,8 @@ def model_view(model: WorldModel) -> Model:
 
 def new_session_view(session: SessionRecord, spec: ModelSpec) -> Session:
     """A session as it was created; also what a repeated creation is answered with."""
-    return session_view(session, Head(chunk=-1, revision=0, cursor=start_cursor()), spec)
+    expires_at = None if session.ttl_s is None else session.created_at + session.ttl_s
+    return session_view(session, Head(chunk=-1, revision=0, cursor=start_cursor(), expires_at=expires_at), spec)
 
 
 def session_view(session: SessionRecord, head: Head, spec: ModelSpec) -> Session:
