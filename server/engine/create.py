@@ -22,7 +22,14 @@ from longtake.server.engine.views import new_session_view
 from longtake.server.engine.workers import Workers
 from longtake.server.model.world import Conditions, Frames, ModelSpec, WorldModel
 from longtake.server.video.images import read_first_frame, resize_crop
-from longtake.state_cache import Fingerprint, SessionExists, SessionRecord, new_session_id, save_tensors
+from longtake.state_cache import (
+    Fingerprint,
+    SessionExists,
+    SessionNotFound,
+    SessionRecord,
+    new_session_id,
+    save_tensors,
+)
 
 _DATA_URL = re.compile(r"data:image/[a-z+.-]{1,32};base64,", re.ASCII)
 
@@ -57,25 +64,30 @@ class Creator:
             raise ProblemError("model_not_found", "this server does not serve that model", "model")
         with self._keys.claim(f"create {owner}", key), self._workers.admitted():
             view = await self._workers.read_picture(first_view, request, image, self._model.spec)
-            session_id, claim = await self._claim(request_fingerprint(request, [image or b""]), key, owner)
-            try:
-                return await self._calls.call(self._read, session_id), True
-            except ProblemError as problem:
-                if problem.code != "session_not_found":
-                    raise
+            session_id, claim = new_session_id(), None
+            if key is not None:
+                claim = hashlib.sha256(f"sessions\n{owner}\n{key}".encode()).hexdigest()
+                mine = await self._workers.io(request_fingerprint, request, [image or b""])
+                session_id = await self._claimed(claim, mine, session_id)
+                if (made := await self._calls.call(self._made, session_id)) is not None:
+                    return made, True
             conditions, _ = await self._workers.compute(self._model.condition, view.image, request.prompt)
             return await self._calls.call(self._write, request, session_id, claim, owner, view, conditions)
 
-    async def _claim(self, mine: str, key: str | None, owner: str) -> tuple[str, str | None]:
-        """The id to create, the same one for every attempt with this key, and the claim on it."""
-        session_id = new_session_id()
-        if key is None:
-            return session_id, None
-        claim = hashlib.sha256(f"sessions\n{owner}\n{key}".encode()).hexdigest()
+    async def _claimed(self, claim: str, mine: str, session_id: str) -> str:
+        """The id to create under a key, the same one for every attempt with it. Raises `idempotency_key_reused`."""
         fingerprint, session_id = await self._calls.call(self._calls.store.claim, claim, mine, session_id)
         if fingerprint != mine:
             raise ProblemError("idempotency_key_reused", "this key was used with another request", "Idempotency-Key")
-        return session_id, claim
+        return session_id
+
+    def _made(self, session_id: str) -> Session | None:
+        """The session as it was created, if an earlier attempt has come so far."""
+        try:
+            session = self._calls.store.read(session_id)[0]
+        except SessionNotFound:
+            return None
+        return new_session_view(session, self._model.spec)
 
     def _write(
         self,
@@ -107,11 +119,9 @@ class Creator:
         try:
             store.create(session, start_cursor())
         except SessionExists:
-            return self._read(session_id), True
+            session = store.read(session_id)[0]
+            return new_session_view(session, self._model.spec), True
         return new_session_view(session, self._model.spec), False
-
-    def _read(self, session_id: str) -> Session:
-        return new_session_view(self._calls.store.read(session_id)[0], self._model.spec)
 
 
 def first_view(request: CreateSession, file: bytes | None, spec: ModelSpec) -> FirstView:
