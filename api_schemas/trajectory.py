@@ -45,7 +45,7 @@ class TrajectoryOptions(RequestModel):
     )
     fps: Finite | None = Field(
         None,
-        ge=1e-3,
+        ge=1e-4,
         le=1000,
         description="Poses a second, for files without times. Left out: one pose a video frame (KITTI: 10 a second).",
     )
