@@ -102,7 +102,7 @@ def read(data: bytes, width: int = WIDTH, height: int = HEIGHT, limits: ClipLimi
     return read_clip([data], width, height, limits)
 
 
-def refusal(*files: bytes, limits: ClipLimits | None = None, code: str = "frames_invalid") -> ProblemError:
+def check_refused(*files: bytes, limits: ClipLimits | None = None, code: str = "frames_invalid") -> ProblemError:
     with pytest.raises(ProblemError) as caught:
         read_clip(files, WIDTH, HEIGHT, limits)
     assert caught.value.code == code

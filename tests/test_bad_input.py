@@ -73,7 +73,7 @@ async def test_a_bad_camera_changes_nothing(http: httpx.AsyncClient, camera: obj
     before = (await http.get(session)).json()
     body = json.dumps({"camera": camera}).encode()
     answer = await http.post(f"{session}/chunks", content=body, headers={"content-type": "application/json"})
-    problem = check(answer, code)
+    problem = check_problem(answer, code)
     assert field in [error.field for error in problem.errors], problem.errors
     assert "secret" not in answer.text
     assert (await http.get(session)).json() == before
@@ -93,7 +93,7 @@ REQUESTS: dict[str, tuple[dict[str, object], str]] = {
 async def test_a_bad_request_for_chunks(http: httpx.AsyncClient, body: dict[str, object], field: str) -> None:
     session = await begin(http)
     answer = await http.post(f"{session}/chunks", json=body)
-    assert field in [error.field for error in check(answer, "invalid_request").errors]
+    assert field in [error.field for error in check_problem(answer, "invalid_request").errors]
     assert (await http.get(session)).json()["next_frame"] == 1
 
 
@@ -146,7 +146,7 @@ async def test_a_bad_creation_creates_nothing(
     body = json.dumps({"image": first_frame(), **fields}).encode()
     headers = {"content-type": "application/json", "Idempotency-Key": "k"}
     answer = await http.post("/v1/sessions", content=body, headers=headers)
-    found = [error.field for error in check(answer, code).errors]
+    found = [error.field for error in check_problem(answer, code).errors]
     assert any(name == field or name.startswith(f"{field}[") for name in found), found
     assert "secret" not in answer.text
     assert (await http.get("/v1/sessions")).json()["data"] == []
@@ -178,7 +178,7 @@ ADDRESSES: dict[str, tuple[str, str, int, str]] = {
 @pytest.mark.parametrize(("method", "address", "status", "code"), ADDRESSES.values(), ids=ADDRESSES.keys())
 async def test_bad_addresses(http: httpx.AsyncClient, method: str, address: str, status: int, code: str) -> None:
     answer = await http.request(method, address)
-    check(answer, code)
+    check_problem(answer, code)
     assert answer.status_code == status
     assert "secret" not in answer.text.lower()
 
@@ -186,11 +186,12 @@ async def test_bad_addresses(http: httpx.AsyncClient, method: str, address: str,
 @pytest.mark.parametrize("part", ["", "/video", "/frames"])
 async def test_a_chunk_that_is_not_there(http: httpx.AsyncClient, part: str) -> None:
     session = await begin(http)
-    check(await http.get(f"{session}/chunks/0{part}"), "chunk_not_found")
-    check(await http.get(f"{session}/video"), "chunk_not_found")
+    check_problem(await http.get(f"{session}/chunks/0{part}"), "chunk_not_found")
+    check_problem(await http.get(f"{session}/video"), "chunk_not_found")
     for index in ("one", "-1", "1e3", str(2**40)):
         assert [
-            each.field for each in check(await http.get(f"{session}/chunks/{index}{part}"), "invalid_request").errors
+            each.field
+            for each in check_problem(await http.get(f"{session}/chunks/{index}{part}"), "invalid_request").errors
         ] == ["index"]
 
 
@@ -208,7 +209,7 @@ async def test_a_chunk_that_is_not_there(http: httpx.AsyncClient, part: str) -> 
 )
 async def test_bodies_that_are_no_request(http: httpx.AsyncClient, body: bytes, code: str) -> None:
     answer = await http.post("/v1/sessions", content=body, headers={"content-type": "application/json"})
-    check(answer, code)
+    check_problem(answer, code)
     assert "secret" not in answer.text
 
 
@@ -217,20 +218,22 @@ async def test_a_body_of_unknown_members_costs_nothing(http: httpx.AsyncClient) 
     session = await begin(http)
     body = "{" + ",".join(f'"k{number}":0' for number in range(250_000)) + "}"
     answer = await http.post(f"{session}/chunks", content=body, headers={"content-type": "application/json"})
-    assert len(check(answer, "invalid_request").errors) == 1
+    assert len(check_problem(answer, "invalid_request").errors) == 1
     assert len(answer.content) < 1000
 
 
 async def test_a_body_of_endless_lists_is_not_even_parsed(http: httpx.AsyncClient) -> None:
     body = b'{"camera":{"poses":[' + b"[]," * 300_000 + b"[]]}}"
     answer = await http.post(f"{await begin(http)}/chunks", content=body, headers={"content-type": "application/json"})
-    assert check(answer, "payload_too_large").model_extra == {"limit_parts": 250_000}
+    assert check_problem(answer, "payload_too_large").model_extra == {"limit_parts": 250_000}
 
 
 @pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "text/plain", "video/mp4"])
 async def test_a_body_of_another_kind(http: httpx.AsyncClient, kind: str) -> None:
     body = json.dumps({"image": first_frame()}).encode()
-    check(await http.post("/v1/sessions", content=body, headers={"content-type": kind}), "unsupported_media_type")
+    check_problem(
+        await http.post("/v1/sessions", content=body, headers={"content-type": kind}), "unsupported_media_type"
+    )
 
 
 @pytest.mark.parametrize("declared", [True, False], ids=["declared", "streamed"])
@@ -243,7 +246,10 @@ async def test_a_body_over_the_limit(http: httpx.AsyncClient, *, declared: bool)
 
     headers = {"content-type": "application/json"}
     answer = await http.post("/v1/sessions", content=body if declared else pieces(), headers=headers)  # type: ignore[arg-type]
-    assert (answer.status_code, check(answer, "payload_too_large").model_extra) == (413, {"limit_bytes": MAX_BODY})
+    assert (answer.status_code, check_problem(answer, "payload_too_large").model_extra) == (
+        413,
+        {"limit_bytes": MAX_BODY},
+    )
 
 
 @pytest.mark.parametrize(
@@ -251,11 +257,11 @@ async def test_a_body_over_the_limit(http: httpx.AsyncClient, *, declared: bool)
 )
 async def test_a_malformed_key(http: httpx.AsyncClient, key: str | bytes) -> None:
     answer = await http.post("/v1/sessions", json={"image": first_frame()}, headers={"Idempotency-Key": key})  # type: ignore[dict-item]
-    assert [error.field for error in check(answer, "invalid_request").errors] == ["Idempotency-Key"]
+    assert [error.field for error in check_problem(answer, "invalid_request").errors] == ["Idempotency-Key"]
     assert (await http.get("/v1/sessions")).json()["data"] == []
 
 
-def check(answer: httpx.Response, code: str) -> Problem:
+def check_problem(answer: httpx.Response, code: str) -> Problem:
     """The answer is a problem of this code, in every respect."""
     assert answer.headers["content-type"] == "application/problem+json", answer.text
     problem = Problem.model_validate_json(answer.content)

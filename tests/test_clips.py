@@ -17,10 +17,10 @@ from clip_fixtures import (
     QUIET,
     WIDTH,
     Frames,
+    check_refused,
     corners,
     error,
     read,
-    refusal,
     sound,
     steps,
     still,
@@ -155,7 +155,7 @@ def test_phones_are_held_upright(matrix: tuple[int, int, int, int], turn: Callab
 
 @pytest.mark.parametrize("matrix", [(46341, 46341, -46341, 46341), (0, 0, 0, 0)])
 def test_other_turns_are_refused(matrix: tuple[int, int, int, int]) -> None:
-    assert "quarter" in refusal(turned(video(steps(2)), matrix)).detail
+    assert "quarter" in check_refused(turned(video(steps(2)), matrix)).detail
 
 
 def test_wide_pixels_become_square() -> None:

@@ -18,10 +18,10 @@ from clip_fixtures import (
     FRAGMENTED,
     HEIGHT,
     WIDTH,
+    check_refused,
     corners,
     noise,
     read,
-    refusal,
     sound,
     steps,
     still,
@@ -36,12 +36,12 @@ from longtake.server.video.segments import encode_segment
 
 
 def test_images_of_two_sizes_are_refused() -> None:
-    problem = refusal(still(corners()), still(corners(HEIGHT + 2)))
+    problem = check_refused(still(corners()), still(corners(HEIGHT + 2)))
     assert problem.field == "frames[1]"
 
 
 def test_a_damaged_image_is_named() -> None:
-    problem = refusal(still(corners()), still(corners())[:-30])
+    problem = check_refused(still(corners()), still(corners())[:-30])
     assert problem.field == "frames[1]"
 
 
@@ -71,7 +71,7 @@ def test_a_damaged_image_is_named() -> None:
     ],
 )
 def test_what_is_no_clip_is_refused(files: list[bytes]) -> None:
-    refusal(*files)
+    check_refused(*files)
 
 
 def test_transparent_video_is_refused() -> None:
@@ -83,7 +83,7 @@ def test_transparent_video_is_refused() -> None:
         picture = av.VideoFrame.from_ndarray(np.full((HEIGHT, WIDTH, 4), 90, np.uint8), format="rgba")
         container.mux(stream.encode(picture.reformat(format="yuva420p")))
         container.mux(stream.encode())
-    assert "transparent" in refusal(file.getvalue()).detail
+    assert "transparent" in check_refused(file.getvalue()).detail
 
 
 CONTAINERS = [
@@ -98,21 +98,21 @@ CONTAINERS = [
 @pytest.mark.parametrize("part", [0.3, 0.7, 0.99])
 def test_a_file_cut_short_is_refused(how: dict[str, str], part: float) -> None:
     data = video(noise(), **how)
-    refusal(data[: int(len(data) * part)])
+    check_refused(data[: int(len(data) * part)])
 
 
 def test_a_file_whose_header_comes_first_is_refused_when_cut_short() -> None:
     segment = encode_segment(noise(24), 0)
     assert len(read(segment.init + segment.media)) == 24
-    refusal(segment.init + segment.media[:-1])
-    refusal(segment.init)
+    check_refused(segment.init + segment.media[:-1])
+    check_refused(segment.init)
 
 
 def test_a_sample_beyond_the_end_is_missed() -> None:
     data = bytearray(video(noise()))
     at = data.index(b"stco") + 12
     struct.pack_into(">I", data, at, len(data) - 200)
-    refusal(bytes(data))
+    check_refused(bytes(data))
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_damage_in_the_middle_is_refused_with_the_frame(how: dict[str, str]) -> 
         packets = [packet for packet in container.demux(video=0) if packet.size]
     middle = packets[6].pos + packets[6].size // 2
     data[middle : middle + 400] = random.Random(1).randbytes(400)
-    done = re.search(r"after its first (\d+) frames", refusal(bytes(data)).detail)
+    done = re.search(r"after its first (\d+) frames", check_refused(bytes(data)).detail)
     assert done
     assert 3 <= int(done[1]) <= 6
 
@@ -149,7 +149,7 @@ def test_a_size_that_changes_within_a_clip_is_refused() -> None:
                     packet.stream = stream
                     packet.pts = packet.dts = 4000 * part + 1000 * index
                     container.mux(packet)
-    assert "one size" in refusal(file.getvalue()).detail
+    assert "one size" in check_refused(file.getvalue()).detail
 
 
 @pytest.mark.parametrize(
@@ -163,9 +163,9 @@ def test_a_size_that_changes_within_a_clip_is_refused() -> None:
     ],
 )
 def test_limits_hold_for_videos_and_images(limits: ClipLimits) -> None:
-    refusal(video(steps(8)), limits=limits, code="frames_too_large")
-    refusal(video(steps(8), "libvpx", "webm"), limits=limits, code="frames_too_large")
-    refusal(*[still(corners())] * 8, limits=limits, code="frames_too_large")
+    check_refused(video(steps(8)), limits=limits, code="frames_too_large")
+    check_refused(video(steps(8), "libvpx", "webm"), limits=limits, code="frames_too_large")
+    check_refused(*[still(corners())] * 8, limits=limits, code="frames_too_large")
 
 
 def test_limits_are_inclusive() -> None:
@@ -176,7 +176,7 @@ def test_limits_are_inclusive() -> None:
 
 def test_an_image_that_declares_too_much_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clips, "read_first_frame", lambda *_: pytest.fail("decoded"))
-    refusal(still(corners()), limits=ClipLimits(side=WIDTH - 1), code="frames_too_large")
+    check_refused(still(corners()), limits=ClipLimits(side=WIDTH - 1), code="frames_too_large")
 
 
 def overwritten(name: bytes, distance: int, *values: int) -> bytes:
@@ -196,7 +196,7 @@ def overwritten(name: bytes, distance: int, *values: int) -> bytes:
 )
 def test_a_small_file_can_not_claim_millions_of_samples(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(av, "open", lambda *_, **__: pytest.fail("opened"))
-    refusal(data, code="frames_too_large")
+    check_refused(data, code="frames_too_large")
 
 
 def test_counts_of_all_tracks_and_fragments_add_up() -> None:
@@ -231,9 +231,9 @@ def test_no_playlist_is_followed(tmp_path: Path) -> None:
         with av.open(str(tmp_path / "upload.mp4"), options={"safe": "0"}) as container:
             assert len(list(container.decode(video=0))) == 3
         for text in texts:
-            refusal(text.encode())
-            refusal(b"\0\0\0\x10ftypisom\0\0\0\0" + text.encode())
-            refusal(b"\0\0\0\0ftyp" + text.encode())
+            check_refused(text.encode())
+            check_refused(b"\0\0\0\x10ftypisom\0\0\0\0" + text.encode())
+            check_refused(b"\0\0\0\0ftyp" + text.encode())
         with pytest.raises(BlockingIOError):
             server.accept()
 
@@ -271,7 +271,7 @@ def test_no_data_reference_is_followed(tmp_path: Path) -> None:
     with control, suppress(av.FFmpegError):
         list(control.decode(video=0))
     assert [Path(url).name for url in opened] == ["canary.mp4"]
-    refusal(upload)
+    check_refused(upload)
 
 
 def test_even_a_demuxer_that_would_follow_references_opens_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,7 +282,7 @@ def test_even_a_demuxer_that_would_follow_references_opens_nothing(monkeypatch: 
         return really_open(*args, options=options | {"enable_drefs": "1", "use_absolute_path": "1"}, **kwargs)
 
     monkeypatch.setattr(av, "open", trusting)
-    refusal(upload)
+    check_refused(upload)
 
 
 def mutated(data: bytes, seed: int) -> bytes:
@@ -348,6 +348,6 @@ def test_nothing_stays_open_or_running() -> None:
     before = held()
     for _ in range(5):
         read(data)
-        refusal(bytes(damaged))
-        refusal(data, limits=ClipLimits(frames=3), code="frames_too_large")
+        check_refused(bytes(damaged))
+        check_refused(data, limits=ClipLimits(frames=3), code="frames_too_large")
         assert held() == before
