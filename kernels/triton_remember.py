@@ -57,8 +57,8 @@ def _step_normaliser(
     row = tl.arange(0, BLOCK_D)
     valid = (row < D)[:, None] & (row < D)[None, :]
     transition = tl.load(record + row[:, None] * D + row[None, :], valid, 0.0)
-    erased = tl.sum(transition * (decay * tl.load(before + row, row < D, 0.0))[None, :], axis=1)
     faded = decay * tl.load(before + row, row < D, 0.0)
+    erased = tl.sum(transition * faded[None, :], axis=1)
     memory = faded - erased + tl.load(record + D * D + row, row < D, 0.0)
     tl.store(after + row, memory, row < D)
     return memory

@@ -16,7 +16,7 @@ from longtake.server.engine.keys import RunningKeys
 from longtake.server.engine.limits import Limits
 from longtake.server.engine.metrics import Metrics
 from longtake.server.engine.plan import Plan, next_frame, pending_count, plan_request
-from longtake.server.engine.publish import Making, Position, Published, publish
+from longtake.server.engine.publish import Making, Published, publish
 from longtake.server.engine.restore import restore
 from longtake.server.engine.sessions import HotSessions, Live
 from longtake.server.engine.store_calls import StoreCalls
@@ -24,7 +24,7 @@ from longtake.server.engine.track import SessionCamera
 from longtake.server.engine.views import advanced_view
 from longtake.server.engine.workers import Workers
 from longtake.server.model.world import ChunkCamera, ChunkOutput, Conditions, State, WorldModel
-from longtake.state_cache import ChunkRecord, Commit, Fence, Fingerprint, Head, RequestRecord, SessionRecord
+from longtake.state_cache import ChunkRecord, Commit, Cursor, Fence, Fingerprint, Head, RequestRecord, SessionRecord
 
 log = logging.getLogger(__name__)
 
@@ -200,7 +200,9 @@ class Advancer:
         try:
             state = await self._make(task, live, published, delivery)
             if not task.plan.chunks:
-                await self._calls.call(self._store.commit, _pending_commit(task, live.fence))
+                request = task.request_record(task.head.chunk, task.plan.frames_used, done=True)
+                step = _step(task, live.fence, task.head.chunk, task.plan.cursor, request)
+                await self._calls.call(self._store.commit, step)
         except Exception as error:
             raise await self._with_progress(error, task, len(earlier) + len(published)) from error
         head = task.head.chunk + len(published)
@@ -264,19 +266,12 @@ class Advancer:
     async def _publish(
         self, task: Task, fence: Fence, offset: int, output: ChunkOutput, queue_ms: float, delivery: Delivery
     ) -> Published:
-        step, head = task.plan.chunks[offset], task.head.chunk + offset
-        position = Position(
-            session_id=task.session.id,
-            fence=fence,
-            revision=task.head.revision,
-            head=head,
-            cursor=step.cursor,
-            key=task.key,
-            request=task.request_record(head + 1, step.frames_used, done=step is task.plan.chunks[-1]),
-        )
+        plan, head = task.plan.chunks[offset], task.head.chunk + offset
+        request = task.request_record(head + 1, plan.frames_used, done=plan is task.plan.chunks[-1])
+        step = _step(task, fence, head, plan.cursor, request)
         making = Making(task.session.seed, self._fingerprint, self._model.spec.fps, queue_ms)
         try:
-            published = await self._calls.call(publish, self._store, position, step, output, making)
+            published = await self._calls.call(publish, self._store, step, plan, output, making)
         except ProblemError as problem:
             self._metrics.commits.labels(problem.code).inc()
             raise
@@ -319,16 +314,14 @@ def _conflict(detail: str, next_chunk: int, pending: int) -> ProblemError:
     return ProblemError("chunk_conflict", detail, extra=counters)
 
 
-def _pending_commit(task: Task, fence: Fence) -> Commit:
-    """The commit of a request that makes no chunk whole: only the cursor moves."""
+def _step(task: Task, fence: Fence, head: int, cursor: Cursor, request: RequestRecord | None) -> Commit:
+    """The commit after chunk `head` that moves only the cursor, and the request's progress."""
     return Commit(
         session_id=task.session.id,
         fence=fence,
         revision=task.head.revision,
-        expected_head=task.head.chunk,
-        cursor=task.plan.cursor,
-        chunk=None,
-        snapshot=None,
+        expected_head=head,
+        cursor=cursor,
         key=task.key,
-        request=task.request_record(task.head.chunk, task.plan.frames_used, done=True),
+        request=request,
     )

@@ -1,8 +1,6 @@
 """The streaming model as served: text, transformer and causal VAE behind the `WorldModel` interface."""
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +12,7 @@ from longtake.server.model.fingerprint import numerics_fingerprint, weights_fing
 from longtake.server.model.noise import latent_noise
 from longtake.server.model.sampler import absorb_chunk, denoise_chunk
 from longtake.server.model.state import TransformerState
+from longtake.server.model.timing import timed
 from longtake.server.model.transformer import SanaWMTransformer
 from longtake.server.model.vae import CausalVideoVAE, decoder_history_chunks, to_uint8
 from longtake.server.model.world import ChunkCamera, ChunkOutput, Conditions, Frames, ModelSpec, State
@@ -56,10 +55,10 @@ class StreamingModel:
         """Denoise chunk `index` in four steps, absorb it at t=0, decode it."""
         timings: dict[str, float] = {}
         memory = self._memory(state)
-        with _timed(timings, "condition"):
+        with timed(timings, "condition"):
             latents = self._noise(conditions, index, seed)
             chunk = self._condition_chunk(conditions, index, camera)
-        with _timed(timings, "denoise"):
+        with timed(timings, "denoise"):
             latents = denoise_chunk(self._transformer, latents, chunk, memory, pinned=int(index == 0))
         return self._absorbed(state, memory, index, chunk, latents, timings)
 
@@ -69,7 +68,7 @@ class StreamingModel:
     ) -> ChunkOutput:
         """Encode real frames [24,H,W,3] behind the last one, absorb them, decode what was understood of them."""
         timings: dict[str, float] = {}
-        with _timed(timings, "encode_frames"):
+        with timed(timings, "encode_frames"):
             before = state[_LAST_FRAME] if state else conditions.first_frame
             clip = torch.cat([before.cpu()[None], torch.from_numpy(frames)])
             latents = self._vae.encode(self._to_pixels(clip))[:, :, 1:]
@@ -104,7 +103,7 @@ class StreamingModel:
         latents: Tensor,
         timings: dict[str, float],
     ) -> ChunkOutput:
-        with _timed(timings, "condition"):
+        with timed(timings, "condition"):
             chunk = self._condition_chunk(conditions, index, camera)
             latents = latents.to(self._transformer.device).contiguous()
             if index == 0:
@@ -121,9 +120,9 @@ class StreamingModel:
         timings: dict[str, float],
     ) -> ChunkOutput:
         """One pass at t=0 over all latents of the chunk, [1,C,4,h,w] for chunk 0, then their frames."""
-        with _timed(timings, "absorb"):
+        with timed(timings, "absorb"):
             absorbed = absorb_chunk(self._transformer, latents, chunk, memory)
-        with _timed(timings, "decode"):
+        with timed(timings, "decode"):
             frames, cache = self._vae.decode(latents, self._decoder_cache(state))
             pixels = to_uint8(frames[0, :, int(index == 0) :]).cpu()
         after = absorbed.to_tensors() | {_DECODER + name: x for name, x in cache.items()}
@@ -164,10 +163,3 @@ class StreamingModel:
         return self._transformer.encode_chunk(
             text, start, (frames, h, w), geometry.raymap[None], geometry.plucker[None]
         )
-
-
-@contextmanager
-def _timed(timings: dict[str, float], stage: str) -> Iterator[None]:
-    started = time.perf_counter()
-    yield
-    timings[stage] = (time.perf_counter() - started) * 1e3
