@@ -42,8 +42,13 @@ PROBLEMS: dict[str, tuple[HTTPStatus, str]] = {
     "pending_conflict": (HTTPStatus.CONFLICT, "Poses are waiting for a whole chunk"),
     "in_progress": (HTTPStatus.CONFLICT, "A request with this Idempotency-Key is still running"),
     "session_fenced": (HTTPStatus.CONFLICT, "Another server has taken this session over"),
+    "session_busy": (HTTPStatus.CONFLICT, "Another server works on this session"),
+    "state_rolled_back": (HTTPStatus.CONFLICT, "The session store has lost chunks that were committed"),
+    "rewound": (HTTPStatus.CONFLICT, "Chunks of this request were rewound away"),
+    "chunk_expired": (HTTPStatus.GONE, "The chunk lies behind the retention horizon"),
     "model_mismatch": (HTTPStatus.CONFLICT, "The session was made with other weights"),
     "state_diverged": (HTTPStatus.CONFLICT, "The restored state is not the one that was committed"),
+    "exactness_required": (HTTPStatus.CONFLICT, "This server can not restore the session to the bit"),
     "state_corrupt": (HTTPStatus.INTERNAL_SERVER_ERROR, "Stored data of the session is damaged"),
     "internal_error": (HTTPStatus.INTERNAL_SERVER_ERROR, "The server failed"),
     "queue_full": (HTTPStatus.SERVICE_UNAVAILABLE, "All places in the queue are taken"),
@@ -92,7 +97,7 @@ class ProblemError(Exception):
         field: str | None = None,
         *,
         retry_after: int | None = None,
-        extra: Mapping[str, int] | None = None,
+        extra: Mapping[str, int | str] | None = None,
     ) -> None:
         super().__init__(detail if field is None else f"{field}: {detail}")
         self.code = code

@@ -10,6 +10,8 @@ from longtake.api_schemas.strict import RequestModel, Whole
 from longtake.api_schemas.trajectory import Convention, ResolvedTrajectory
 
 MAX_SEED = 2**63 - 1
+MAX_CHUNK = 2**31
+"""Indices of chunks end here."""
 
 CHUNK_FRAMES = 24
 """Video frames a chunk: chunk k holds frames 24k+1 … 24k+24, frame 0 is the uploaded image."""
@@ -79,23 +81,38 @@ class CreateSession(RequestModel):
         return self
 
 
+class ForkLink(BaseModel):
+    """A session that was forked from this one."""
+
+    id: str
+    from_chunk: int = Field(description="The last chunk that both share; -1: the first frame only.")
+
+
 class Session(BaseModel):
     """A take: where it stands and how to go on."""
 
     id: str
     model: str
-    prompt: str
-    seed: int
+    prompt: str = Field(description="In force for the next chunk.")
+    seed: int = Field(description="In force for the next chunk.")
     created_at: datetime
     expires_at: datetime | None = Field(description="Null: never.")
     first_pose: Pose = Field(
         description="Camera-to-world matrix of frame 0, OpenCV axes: the world that poses are given in."
     )
     revision: int = Field(description="Raised by every rewind.")
+    rewind_from: int = Field(
+        description="Smallest possible `to_chunk` and `from_chunk`: -1, or the chunk before the oldest whole one."
+    )
     parent: str | None = Field(description="The session that this one was forked from.")
+    forked_at: int | None = Field(description="The last chunk shared with the parent; -1: the first frame only.")
+    forks: list[ForkLink] = Field(description="Sessions forked from this one, as long as they are there.")
     next_chunk: int = Field(description="Index that the next chunk will have.")
     next_frame: int = Field(description="Number of the video frame that the next pose belongs to.")
     pending_poses: int = Field(description="Poses that wait for a whole chunk.")
+    exact_until: int | None = Field(
+        description="The last chunk up to which the state was restored to the bit; null: all of it was."
+    )
     chunk: ChunkShape
     links: dict[str, str]
     warnings: list[str]
@@ -108,10 +125,29 @@ class SessionList(BaseModel):
     next: str | None = Field(description="Value of `after` for the next page; null on the last one.")
 
 
+class Fork(RequestModel):
+    """A second session that begins where this one stood after a chunk."""
+
+    from_chunk: Whole = Field(ge=-1, le=MAX_CHUNK, description="The last chunk that both share; -1: none.")
+    seed: Whole | None = Field(None, ge=0, le=MAX_SEED, description="From there on; the one in force when left out.")
+
+
+class Rewind(RequestModel):
+    """Back to where the session stood after a chunk; later chunks are given up."""
+
+    to_chunk: Whole = Field(ge=-1, le=MAX_CHUNK, description="The last chunk that stays; -1: none.")
+    seed: Whole | None = Field(None, ge=0, le=MAX_SEED, description="From there on; the one in force when left out.")
+
+
 class PostChunks(RequestModel):
     """Go on with a session: camera of the new frames."""
 
-    camera: Camera | None = Field(None, description="May be left out when `pad` fills the pending poses.")
+    camera: Camera | None = Field(
+        None, description="May be left out when `pad` fills the pending poses, or beside a `prompt`."
+    )
+    prompt: str | None = Field(
+        None, max_length=4000, description="From the next generated chunk on; the one in force when left out."
+    )
     pad: bool = Field(False, description="Hold the last pose until the last chunk is whole.")
     discard_pending: bool = Field(False, description="Drop pending poses before frames are observed.")
     expected_chunk: Whole | None = Field(
@@ -123,8 +159,8 @@ class PostChunks(RequestModel):
 
     @model_validator(mode="after")
     def _something_to_do(self) -> Self:
-        if self.camera is None and not self.pad:
-            raise ValueError("give a camera, or pad to fill the pending poses")
+        if self.camera is None and self.prompt is None and not self.pad:
+            raise ValueError("give a camera, a prompt, or pad to fill the pending poses")
         return self
 
 
@@ -138,6 +174,7 @@ class Chunk(BaseModel):
     frames_digest: str = Field(description="SHA-256 of the raw RGB frames in order.")
     state_digest: str = Field(description="Hash of every state tensor after this chunk.")
     timings_ms: dict[str, float]
+    expired: bool = Field(description="Behind the retention horizon: digests are left, frames and latents are not.")
     links: dict[str, str]
     warnings: list[str]
 

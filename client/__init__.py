@@ -3,6 +3,7 @@
 from longtake.api_schemas.trajectory import TrajectoryOptions
 from longtake.client.answers import pngs
 from longtake.client.async_client import AsyncClient
+from longtake.client.events import Event
 from longtake.client.inputs import Beginning, Move
 from longtake.client.problems import ReplayError, ServerProblem
 from longtake.client.retry import Retry
@@ -12,6 +13,7 @@ __all__ = [
     "AsyncClient",
     "Beginning",
     "Client",
+    "Event",
     "Move",
     "ReplayError",
     "Retry",

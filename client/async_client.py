@@ -13,6 +13,7 @@ from longtake.api_schemas.resources import Advanced, Chunk, ModelList, Readiness
 from longtake.client import calls
 from longtake.client.answers import offset
 from longtake.client.calls import Call, Page
+from longtake.client.events import Event, EventReader, broken_off
 from longtake.client.inputs import Beginning, File, Frames, Move
 from longtake.client.problems import ServerProblem
 from longtake.client.replay import Replay
@@ -78,6 +79,16 @@ class AsyncClient:
     async def delete(self, session_id: str) -> None:
         await self._do(calls.delete(session_id))
 
+    async def fork(
+        self, session_id: str, from_chunk: int, *, seed: int | None = None, key: str | None = None
+    ) -> Session:
+        return await self._do(calls.fork(session_id, from_chunk, seed, key))
+
+    async def rewind(
+        self, session_id: str, to_chunk: int, *, seed: int | None = None, key: str | None = None
+    ) -> Session:
+        return await self._do(calls.rewind(session_id, to_chunk, seed, key))
+
     async def generate(self, session_id: str, **move: Unpack[Move]) -> Advanced:
         return await self._do(calls.generate(session_id, **move))
 
@@ -101,6 +112,9 @@ class AsyncClient:
     async def frames(self, session_id: str, index: int) -> bytes:
         return await self._do(calls.frames(session_id, index))
 
+    async def latents(self, session_id: str, index: int) -> bytes:
+        return await self._do(calls.latents(session_id, index))
+
     def video(self, session_id: str) -> AsyncGenerator[bytes, None]:
         return self._pieces(calls.video(session_id))
 
@@ -111,6 +125,29 @@ class AsyncClient:
                 file.write(first)
                 async for piece in pieces:
                     file.write(piece)
+
+    async def events(self, session_id: str, last_event_id: str | None = None) -> AsyncGenerator[Event, None]:
+        attempts, reader = Attempts(self._retry), EventReader(last_event_id)
+        while True:
+            try:
+                call = calls.events(session_id, reader.last_id)
+                reader.begin()
+                async with aclosing(await self._http.send(call.request(self._http), stream=True)) as answer:
+                    if not answer.is_success:
+                        await answer.aread()
+                    call.result(answer, attempts.failures)
+                    async for line in answer.aiter_lines():
+                        attempts.progressed()
+                        if (event := reader.event(line)) is not None:
+                            yield event
+                            if event.name == "end":
+                                return
+                    raise broken_off()
+            except (ServerProblem, *LOST) as error:
+                pause = attempts.pause(error)
+                if pause is None:
+                    raise
+            await self._sleep(pause)
 
     async def _do(self, call: Call[T]) -> T:
         attempts = Attempts(self._retry)
@@ -141,7 +178,7 @@ class AsyncClient:
                     if not answer.is_success:
                         await answer.aread()
                     call.result(answer, attempts.failures)
-                    replay.begin(offset(answer))
+                    replay.begin(offset(answer), answer.headers.get("etag"))
                     async for piece in answer.aiter_bytes():
                         if fresh := replay.new(piece):
                             attempts.progressed()

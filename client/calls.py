@@ -15,9 +15,11 @@ from longtake.api_schemas.resources import (
     Chunk,
     ChunkList,
     CreateSession,
+    Fork,
     ModelList,
     PostChunks,
     Readiness,
+    Rewind,
     Session,
     SessionList,
 )
@@ -32,6 +34,8 @@ Page = tuple[list[T], str | None]
 """Some of a list, and where the next page begins: None after the last."""
 
 CONNECT_TIMEOUT_S = 10.0
+EVENTS_TIMEOUT_S = 60.0
+"""Four heartbeats of a server."""
 CAMERA_FIELDS = frozenset(Camera.model_fields) - {"trajectory"}
 POST_FIELDS = frozenset(PostChunks.model_fields) - {"camera"}
 
@@ -49,6 +53,7 @@ class Call(Generic[T]):
         files: parts to send beside it, as (part, (file name, bytes)).
         parsed_statuses: error statuses that `parse` reads as well.
         done_code: problem that, when the call is repeated, says that an earlier attempt was carried out.
+        timeout: seconds without a byte after which an attempt has failed; None for those of the client.
     """
 
     method: str
@@ -59,6 +64,7 @@ class Call(Generic[T]):
     files: tuple[Part, ...] = ()
     parsed_statuses: frozenset[int] = frozenset()
     done_code: str | None = None
+    timeout: float | None = None
 
     def request(self, http: httpx.Client | httpx.AsyncClient) -> httpx.Request:
         """The request, addressed to the server of `http`."""
@@ -67,7 +73,8 @@ class Call(Generic[T]):
                 self.method, self.path, headers=self.headers, data={"params": self.body}, files=self.files
             )
         headers = {**self.headers, **({} if self.body is None else {"Content-Type": "application/json"})}
-        return http.build_request(self.method, self.path, headers=headers, content=self.body)
+        timeout = http.timeout if self.timeout is None else _timeout(self.timeout)
+        return http.build_request(self.method, self.path, headers=headers, content=self.body, timeout=timeout)
 
     def result(self, answer: httpx.Response, failures: int) -> T:
         """What an answer, whose body has been read, says after so many failed attempts. Raises `ServerProblem`."""
@@ -95,7 +102,11 @@ class HttpOptions(TypedDict):
 def http_options(url: str, api_key: str | None, timeout: float) -> HttpOptions:
     """How to reach a server; `timeout` in seconds."""
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-    return {"base_url": url, "headers": headers, "timeout": httpx.Timeout(timeout, connect=CONNECT_TIMEOUT_S)}
+    return {"base_url": url, "headers": headers, "timeout": _timeout(timeout)}
+
+
+def _timeout(seconds: float) -> httpx.Timeout:
+    return httpx.Timeout(seconds, connect=CONNECT_TIMEOUT_S)
 
 
 def models() -> Call[ModelList]:
@@ -136,6 +147,24 @@ def delete(session_id: str) -> Call[None]:
     return Call("DELETE", _session(session_id), nothing, done_code="session_not_found")
 
 
+def fork(session_id: str, from_chunk: int, seed: int | None, key: str | None) -> Call[Session]:
+    """A second session that goes on from a chunk."""
+    request = Fork.model_validate(given({"from_chunk": from_chunk, "seed": seed}.items(), frozenset(Fork.model_fields)))
+    return Call("POST", _session(session_id) + "/fork", model(Session), _keyed(key), _json(request))
+
+
+def rewind(session_id: str, to_chunk: int, seed: int | None, key: str | None) -> Call[Session]:
+    """Back to a chunk."""
+    request = Rewind.model_validate(given({"to_chunk": to_chunk, "seed": seed}.items(), frozenset(Rewind.model_fields)))
+    return Call("POST", _session(session_id) + "/rewind", model(Session), _keyed(key), _json(request))
+
+
+def events(session_id: str, last_event_id: str | None) -> Call[None]:
+    """What happens to a session, behind the event with this id."""
+    headers = {"Accept": "text/event-stream"} | ({} if last_event_id is None else {"Last-Event-ID": last_event_id})
+    return Call("GET", _session(session_id) + "/events", nothing, headers, timeout=EVENTS_TIMEOUT_S)
+
+
 def generate(session_id: str, **move: Unpack[Move]) -> Call[Advanced]:
     """Generate the chunks that become whole."""
     return _advance(session_id, None, move, "application/json", model(Advanced))
@@ -174,6 +203,11 @@ def chunk_video(session_id: str, index: int) -> Call[bytes]:
 def frames(session_id: str, index: int) -> Call[bytes]:
     """One chunk's frames, a zip of PNG."""
     return Call("GET", f"{_session(session_id)}/chunks/{index}/frames", content)
+
+
+def latents(session_id: str, index: int) -> Call[bytes]:
+    """One chunk's clean latents, a safetensors file."""
+    return Call("GET", f"{_session(session_id)}/chunks/{index}/latents", content)
 
 
 def video(session_id: str) -> Call[None]:

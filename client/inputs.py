@@ -58,6 +58,8 @@ class Move(TypedDict, total=False):
     `keys-frames` such as `w-24,dw-12`, whose keys `controls` gives a meaning; `trajectory`: a file, read as `options`
     say (`cameras`: COLMAP's cameras.txt beside its images.txt). `intrinsics`: [4], or [F,4] for one a frame.
 
+    `prompt` is in force from the next generated chunk on, also without a camera.
+
     `pad` holds the last pose until the last chunk is whole; `discard_pending` drops waiting poses before frames are
     observed; `expected_chunk` and `expected_frame` refuse a session that stands elsewhere; `key`: an `Idempotency-Key`
     of one's own, so that another process may repeat the request.
@@ -71,6 +73,7 @@ class Move(TypedDict, total=False):
     convention: Convention
     controls: Controls
     intrinsics: Numbers | Sequence[Numbers] | None
+    prompt: str | None
     pad: bool
     discard_pending: bool
     expected_chunk: int | None

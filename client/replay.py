@@ -13,11 +13,18 @@ class Replay:
         self._handed_out = hashlib.sha256()
         self._again = hashlib.sha256()
         self._missing = 0
+        self._tag: str | None = None
 
-    def begin(self, offset: int) -> None:
-        """An attempt whose first byte is number `offset` of the stream: all that came before, or 0."""
+    def begin(self, offset: int, tag: str | None = None) -> None:
+        """An attempt whose first byte is number `offset` of the stream: all that came before, or 0.
+
+        Raises `ReplayError` when it begins elsewhere, or when its entity tag says that it is of another file.
+        """
         if offset not in (0, self.count):
             raise ReplayError(f"the stream goes on at byte {offset} instead of {self.count}")
+        if self.count and tag != self._tag:
+            raise ReplayError("the session was rewound, or its oldest chunks have expired: the video is another one")
+        self._tag = tag
         self._again = hashlib.sha256()
         self._missing = self.count - offset
 

@@ -16,7 +16,7 @@ LOST = (httpx.NetworkError, httpx.TimeoutException, httpx.RemoteProtocolError)
 """No whole answer came: the request may have been carried out, or not."""
 
 BUSY_STATUSES = frozenset({502, 503, 504})
-BUSY_CODES = frozenset({"in_progress", "session_fenced"})
+BUSY_CODES = frozenset({"in_progress", "session_busy", "session_fenced"})
 MAX_DOUBLINGS = 30
 
 

@@ -13,6 +13,7 @@ from longtake.api_schemas.resources import Advanced, Chunk, ModelList, Readiness
 from longtake.client import calls
 from longtake.client.answers import offset
 from longtake.client.calls import Call, Page
+from longtake.client.events import Event, EventReader, broken_off
 from longtake.client.inputs import Beginning, File, Frames, Move
 from longtake.client.problems import ServerProblem
 from longtake.client.replay import Replay
@@ -84,6 +85,17 @@ class Client:
         """Drop a session with everything it holds."""
         self._do(calls.delete(session_id))
 
+    def fork(self, session_id: str, from_chunk: int, *, seed: int | None = None, key: str | None = None) -> Session:
+        """A second session that goes on from where this one stood after chunk `from_chunk`; -1: from the first frame.
+
+        A seed that is not given stays the one in force there. `key` is an `Idempotency-Key` of one's own.
+        """
+        return self._do(calls.fork(session_id, from_chunk, seed, key))
+
+    def rewind(self, session_id: str, to_chunk: int, *, seed: int | None = None, key: str | None = None) -> Session:
+        """Back to where the session stood after chunk `to_chunk`; what came later is given up. Otherwise as `fork`."""
+        return self._do(calls.rewind(session_id, to_chunk, seed, key))
+
     def generate(self, session_id: str, **move: Unpack[Move]) -> Advanced:
         """Go on along a camera, and wait for the chunks that become whole."""
         return self._do(calls.generate(session_id, **move))
@@ -118,6 +130,10 @@ class Client:
         """One chunk's frames, lossless: a zip that `pngs` opens."""
         return self._do(calls.frames(session_id, index))
 
+    def latents(self, session_id: str, index: int) -> bytes:
+        """One chunk's clean latents [1, C, 3, h, w]: a safetensors file."""
+        return self._do(calls.latents(session_id, index))
+
     def video(self, session_id: str) -> Generator[bytes, None, None]:
         """Everything so far as one MP4, piece by piece; goes on where it broke."""
         return self._pieces(calls.video(session_id))
@@ -129,6 +145,34 @@ class Client:
         with Path(path).open("wb") as file:
             file.write(first)
             file.writelines(pieces)
+
+    def events(self, session_id: str, last_event_id: str | None = None) -> Generator[Event, None, None]:
+        """What happens to a session, as it happens: behind the event with this id, or from now on.
+
+        Goes on where it broke, so that no chunk is missed; ends with the session. A position that was read elsewhere
+        is an id too: `revision`, a hyphen, and the last chunk that is known (-1 for none).
+        """
+        attempts, reader = Attempts(self._retry), EventReader(last_event_id)
+        while True:
+            try:
+                call = calls.events(session_id, reader.last_id)
+                reader.begin()
+                with closing(self._http.send(call.request(self._http), stream=True)) as answer:
+                    if not answer.is_success:
+                        answer.read()
+                    call.result(answer, attempts.failures)
+                    for line in answer.iter_lines():
+                        attempts.progressed()
+                        if (event := reader.event(line)) is not None:
+                            yield event
+                            if event.name == "end":
+                                return
+                    raise broken_off()
+            except (ServerProblem, *LOST) as error:
+                pause = attempts.pause(error)
+                if pause is None:
+                    raise
+            self._sleep(pause)
 
     def _do(self, call: Call[T]) -> T:
         attempts = Attempts(self._retry)
@@ -158,7 +202,7 @@ class Client:
                     if not answer.is_success:
                         answer.read()
                     call.result(answer, attempts.failures)
-                    replay.begin(offset(answer))
+                    replay.begin(offset(answer), answer.headers.get("etag"))
                     for piece in answer.iter_bytes():
                         if fresh := replay.new(piece):
                             attempts.progressed()

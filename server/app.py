@@ -10,7 +10,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
 from longtake.api_schemas.problems import MEDIA_TYPE
-from longtake.api_schemas.resources import CreateSession, PostChunks
+from longtake.api_schemas.resources import CreateSession, Fork, PostChunks, Rewind
 from longtake.server import errors
 from longtake.server.doors import Doors, HostGuard
 from longtake.server.engine.engine import Engine
@@ -25,7 +25,7 @@ class App(FastAPI):
         if self.openapi_schema is None:
             schema = get_openapi(title=self.title, version=self.version, routes=self.routes)
             _, bodies = models_json_schema(
-                [(model, "validation") for model in (CreateSession, PostChunks)],
+                [(model, "validation") for model in (CreateSession, PostChunks, Fork, Rewind)],
                 ref_template="#/components/schemas/{model}",
             )
             schema["components"]["schemas"] |= bodies["$defs"]
@@ -45,16 +45,17 @@ def _say_problem(responses: dict[str, dict[str, dict[str, object]]]) -> None:
 
 
 @asynccontextmanager
-async def _sweeping(app: FastAPI) -> AsyncIterator[None]:
-    """Remove expired sessions for as long as the app runs."""
-    task = asyncio.create_task(app.state.engine.sweep_forever())
+async def _housekeeping(app: FastAPI) -> AsyncIterator[None]:
+    """Keep house for as long as the app runs, then wait for what is under way."""
+    task = asyncio.create_task(app.state.engine.keep_house())
     yield
     task.cancel()
+    await app.state.engine.settle()
 
 
 def create_app(engine: Engine, max_body_bytes: int, doors: Doors) -> FastAPI:
     """HTTP in front of a running engine."""
-    app = App(title="longtake", version=version("longtake"), docs_url="/docs", redoc_url=None, lifespan=_sweeping)
+    app = App(title="longtake", version=version("longtake"), docs_url="/docs", redoc_url=None, lifespan=_housekeeping)
     app.state.engine = engine
     app.state.keys = doors.keys
     errors.install(app, max_body_bytes, lambda code: engine.metrics.problems.labels(code).inc())

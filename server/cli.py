@@ -22,7 +22,7 @@ from longtake.server.trajectory_cli import trajectory_app
 app = typer.Typer(
     help="Serve world models whose takes never have to end.", no_args_is_help=True, pretty_exceptions_enable=False
 )
-sessions_app = typer.Typer(help="Look at sessions and drop them.", no_args_is_help=True)
+sessions_app = typer.Typer(help="Look at sessions, fork, rewind and drop them.", no_args_is_help=True)
 app.add_typer(sessions_app, name="sessions")
 app.add_typer(trajectory_app, name="trajectory")
 console = Console()
@@ -34,6 +34,9 @@ ServerOption = Annotated[
     str | None, typer.Option("--server", help="URL of a running server; without it a private one is started.")
 ]
 DataDirOption = Annotated[Path | None, typer.Option(help="Where the embedded store keeps its files.")]
+SeedOption = Annotated[
+    int | None, typer.Option(min=0, help="Seed of the noise from there on; left out, the one in force there.")
+]
 
 
 @app.command()
@@ -99,7 +102,9 @@ def generate(
     output: Annotated[Path, typer.Option("--output", "-o", help="MP4 to write.")] = Path("out.mp4"),
     session: Annotated[str | None, typer.Option(help="Go on with this session instead of beginning one.")] = None,
     frames: Annotated[int | None, typer.Option(min=1, help="New frames; all of the camera when left out.")] = None,
-    prompt: Annotated[str, typer.Option(help="What the scene is.")] = "",
+    prompt: Annotated[
+        str | None, typer.Option(help="What the scene is; with --session, from the next chunk on.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of the noise.")] = None,
     intrinsics: Annotated[
         str | None, typer.Option(help="fx,fy,cx,cy or a .npy of [4] or [F,4], pixels of the image.")
@@ -149,9 +154,42 @@ def list_sessions(server: ServerOption = None, data_dir: DataDirOption = None) -
 
 @sessions_app.command("show")
 def show_session(session: str, server: ServerOption = None, data_dir: DataDirOption = None) -> None:
-    """Show where a session stands."""
+    """Show where a session stands, and beside it (on standard error) the tree of its forks."""
+    from longtake.server.session_tree import family_tree
+
     with _friendly(), _client(server, data_dir) as client:
-        console.print_json(client.session(session).model_dump_json())
+        shown = client.session(session)
+        console.print_json(shown.model_dump_json())
+        if (tree := family_tree(client, shown)) is not None:
+            Console(stderr=True).print(tree, highlight=False, soft_wrap=True)
+
+
+@sessions_app.command("fork")
+def fork_session(
+    session: str,
+    from_chunk: Annotated[int, typer.Option(min=-1, help="Last chunk that both share; -1 for none.")],
+    seed: SeedOption = None,
+    server: ServerOption = None,
+    data_dir: DataDirOption = None,
+) -> None:
+    """Begin a second session where one stood after a chunk; prints its id."""
+    with _friendly(), _client(server, data_dir) as client:
+        fork = client.fork(session, from_chunk, seed=seed)
+        console.print(fork.id, highlight=False, soft_wrap=True)
+
+
+@sessions_app.command("rewind")
+def rewind_session(
+    session: str,
+    to_chunk: Annotated[int, typer.Option(min=-1, help="Last chunk that stays; -1 for none.")],
+    seed: SeedOption = None,
+    server: ServerOption = None,
+    data_dir: DataDirOption = None,
+) -> None:
+    """Take a session back to where it stood after a chunk; later chunks are given up."""
+    with _friendly(), _client(server, data_dir) as client:
+        back = client.rewind(session, to_chunk, seed=seed)
+        console.print(f"{back.id}: the next chunk is {back.next_chunk}", highlight=False, soft_wrap=True)
 
 
 @sessions_app.command("video")
@@ -178,6 +216,22 @@ def remove_sessions(
         for session in sessions:
             client.delete(session)
             console.print(f"dropped {session}")
+
+
+@sessions_app.command("verify")
+def verify_session(
+    session: Annotated[str, typer.Argument(help="Id of a session.")],
+    state_url: Annotated[str | None, typer.Option(help="URL of the session store that has it.")] = None,
+    data_dir: DataDirOption = None,
+    model: Annotated[str | None, typer.Option(help="Model to replay it with; its own when left out.")] = None,
+) -> None:
+    """Check a session where it is kept, without a server: its blobs, its log, its snapshots, and a whole replay."""
+    from longtake.server.verify_cli import run_verify
+
+    with _friendly():
+        well = run_verify(session, state_url, data_dir, model, console)
+    if not well:
+        raise typer.Exit(1)
 
 
 @contextmanager

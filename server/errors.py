@@ -42,7 +42,8 @@ class ProblemResponse(JSONResponse):
 
 def render(error: ProblemError) -> ProblemResponse:
     """The answer to a request that failed with this problem."""
-    return ProblemResponse(error.problem(), error.retry_after)
+    headers = {"Content-Range": f"bytes */{error.extra['size']}"} if error.code == "range_not_satisfiable" else None
+    return ProblemResponse(error.problem(), error.retry_after, headers)
 
 
 def install(app: FastAPI, max_body_bytes: int, count: Count) -> None:

@@ -33,7 +33,7 @@ class Walk:
     format: str
     actions: str | None
     frames: int | None
-    prompt: str
+    prompt: str | None
     seed: int | None
     intrinsics: str | None
     intrinsics_size: str | None
@@ -44,12 +44,13 @@ class Walk:
         """What does not go together is said before anything is computed."""
         if (self.image is None) == (self.session is None):
             raise _usage("give either an image to begin with or a --session to go on with")
-        if self.session is not None and (self.prompt or self.seed is not None or self.intrinsics_size):
-            raise _usage("--prompt, --seed and --intrinsics-size belong to a new session")
+        if self.session is not None and (self.seed is not None or self.intrinsics_size):
+            raise _usage("--seed and --intrinsics-size belong to a new session")
         if self.trajectory is not None and self.actions is not None:
             raise _usage("give either --trajectory or --actions")
-        if self.trajectory is None and self.actions is None and not (self.session and self.pad):
-            raise _usage("give --trajectory or --actions, or --pad to fill what waits in a --session")
+        alone = self.session and (self.pad or self.prompt is not None)
+        if self.trajectory is None and self.actions is None and not alone:
+            raise _usage("give --trajectory or --actions; or for a --session --pad to fill what waits, or --prompt")
         if self.output.suffix.lower() != ".mp4" or not self.output.absolute().parent.is_dir():
             raise _usage("give the name of an .mp4 file in a folder that exists", "output")
 
@@ -119,6 +120,8 @@ def run_walk(client: Client, walk: Walk, console: Console) -> str:
     for warning in session.warnings if walk.session is None else ():
         console.print(f"[yellow]warning:[/] {warning}", soft_wrap=True)
     moves, chunks = path.moves(session, walk.frames, pad=walk.pad)
+    if walk.session is not None and walk.prompt is not None:
+        moves[:1] = [{**(moves[0] if moves else {}), "prompt": walk.prompt}]
     try:
         post_moves(client, session.id, moves, chunks, console)
     finally:
@@ -163,7 +166,7 @@ def read_poses(path: Path, syntax: str) -> Matrix:
 def beginning(walk: Walk, intrinsics: Matrix | None) -> Beginning:
     """How the session begins, besides its image."""
     return {
-        "prompt": walk.prompt,
+        "prompt": walk.prompt or "",
         "seed": walk.seed,
         "intrinsics": None if intrinsics is None else intrinsics[0],
         "intrinsics_size": None if walk.intrinsics_size is None else read_size(walk.intrinsics_size),

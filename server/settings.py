@@ -28,8 +28,8 @@ class Settings(BaseSettings):
     model: str = Field("tiny-untrained", description="Model to serve.")
     state_url: str | None = Field(
         None,
-        pattern=r"^(redis|rediss|unix)://",
-        description="redis://, rediss:// or unix:// URL of the session store; unset: a valkey-server of our own.",
+        pattern=r"^((redis|rediss)(\+sentinel)?|unix)://",
+        description="redis://, rediss://, unix:// or redis+sentinel:// URL of the session store; unset: our own.",
     )
     device: Literal["cpu", "cuda"] = Field("cpu", description="Where the model runs.")
     api_keys: SecretStr | None = Field(
@@ -47,8 +47,32 @@ class Settings(BaseSettings):
     key_prefix: str = Field("lt", pattern=r"^[a-z0-9-]{1,16}$", description="Prefix of every key in the store.")
     max_body_bytes: int = Field(32 * 2**20, ge=1024, description="Largest request body.")
     queue_size: int = Field(32, ge=1, description="Requests that may wait or run at once; further ones get 503.")
-    hot_sessions: int = Field(8, ge=1, description="Sessions whose state stays in memory between requests.")
+    device_state_bytes: int = Field(
+        8 * 2**30, ge=0, description="State that stays on the device between requests; the rest moves to host memory."
+    )
+    host_state_bytes: int = Field(
+        2 * 2**30, ge=0, description="State that stays in host memory between requests; the rest is in the store alone."
+    )
+    snapshot_every: int = Field(
+        0, ge=0, description="Chunks from one snapshot of a state to the next; 0: by its size and the time of a replay."
+    )
     keep_snapshots: int = Field(2, ge=1, description="Newest state snapshots kept for each session.")
+    retain_chunks: int | None = Field(
+        None, ge=1, description="Newest chunks kept for each session, at least; of older ones only the digests stay."
+    )
+    exact: Literal["prefer", "require"] = Field(
+        "prefer", description="Whether to go on where a replay on other hardware gave other bits, or to refuse."
+    )
+    lease_s: float = Field(
+        10, ge=0.5, description="Seconds without a sign of life after which others take a session over."
+    )
+    replica_id: str = Field(
+        "", pattern=r"^[\x21-\x7e]{0,64}$", description="Unique name of this server, the same after a restart."
+    )
+    replica_address: str = Field("", max_length=256, description="Where others find it, for clients of a busy session.")
+    durability: Literal["strict", "relaxed", "none"] = Field(
+        "none", description="Least durability of the store that the server starts with."
+    )
     max_clip_frames: int = Field(240, ge=24, le=4096, description="Frames that an uploaded clip may have.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="What goes to standard error.")
     grace_s: int = Field(30, ge=0, description="Seconds that open connections get to end when the server stops.")

@@ -23,10 +23,12 @@ from longtake.state_cache.embedded import (
 from longtake.state_cache.errors import (
     BlobCorrupt,
     BlobsMissing,
+    ChunkExpired,
     ChunkNotFound,
     Fenced,
     HeadConflict,
     KeyReused,
+    LeaseHeld,
     RequestDone,
     SchemaError,
     SessionExists,
@@ -36,9 +38,10 @@ from longtake.state_cache.errors import (
     StoreUnavailable,
     StoreUnsuitable,
 )
+from longtake.state_cache.failpoints import failpoint
 from longtake.state_cache.ids import lineage_of, new_session_id
 from longtake.state_cache.memory import MemoryStore
-from longtake.state_cache.protocol import Commit, Store, StoreStatus
+from longtake.state_cache.protocol import DURABILITIES, Collected, Commit, Durability, Rewind, Store, StoreStatus
 from longtake.state_cache.records import (
     SCHEMA,
     Arena,
@@ -49,26 +52,35 @@ from longtake.state_cache.records import (
     File,
     Fingerprint,
     Head,
+    Holder,
+    Lease,
+    Parent,
     RequestRecord,
     SessionRecord,
+    Span,
     TensorRef,
     decode,
     encode,
 )
 from longtake.state_cache.redis_store import RedisStore
+from longtake.state_cache.retention import Retention
 
 __all__ = [
+    "DURABILITIES",
     "MAX_BLOB",
     "SCHEMA",
     "Arena",
     "BlobCorrupt",
     "BlobRef",
     "BlobsMissing",
+    "ChunkExpired",
     "ChunkNotFound",
     "ChunkRecord",
+    "Collected",
     "Commit",
     "Cursor",
     "DataDirectoryBusy",
+    "Durability",
     "EmbeddedServer",
     "Fence",
     "Fenced",
@@ -76,17 +88,24 @@ __all__ = [
     "Fingerprint",
     "Head",
     "HeadConflict",
+    "Holder",
     "KeyReused",
+    "Lease",
+    "LeaseHeld",
     "MemoryStore",
     "NoServerBinary",
+    "Parent",
     "RedisStore",
     "RequestDone",
     "RequestRecord",
+    "Retention",
+    "Rewind",
     "SchemaError",
     "ServerFailed",
     "SessionExists",
     "SessionNotFound",
     "SessionRecord",
+    "Span",
     "Store",
     "StoreError",
     "StoreFull",
@@ -96,6 +115,7 @@ __all__ = [
     "TensorRef",
     "decode",
     "encode",
+    "failpoint",
     "find_binary",
     "lineage_of",
     "load_file",

@@ -1,6 +1,7 @@
 """Blobs: immutable byte strings named by their content."""
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import xxhash
 
@@ -13,6 +14,8 @@ MAX_BLOB = 1 << 20
 ORPHAN_SECONDS = 600
 """How long a blob that no record names stays in a store."""
 
+Data = TypeVar("Data", bytes, memoryview)
+
 
 def describe(data: bytes | memoryview) -> BlobRef:
     """Name and size of a blob. Raises `ValueError` above 1 MiB."""
@@ -22,8 +25,8 @@ def describe(data: bytes | memoryview) -> BlobRef:
     return BlobRef(xxhash.xxh3_128_hexdigest(data), size)
 
 
-def verify(ref: BlobRef, data: bytes) -> bytes:
-    """The bytes themselves once they match their name. Raises `BlobCorrupt`."""
+def verify(ref: BlobRef, data: Data) -> Data:
+    """The bytes themselves, flat, once they match their name. Raises `BlobCorrupt`."""
     if len(data) != ref.size or xxhash.xxh3_128_hexdigest(data) != ref.name:
         raise BlobCorrupt(f"blob {ref.name} does not hold the bytes it is named after")
     return data
@@ -31,5 +34,6 @@ def verify(ref: BlobRef, data: bytes) -> bytes:
 
 def names_in(chunk: ChunkRecord | None = None, arena: Arena | None = None) -> Sequence[str]:
     """Blobs that a chunk record and an arena name, repeats included."""
-    refs = (*chunk.latents.blobs, *chunk.segment.blobs) if chunk else ()
-    return [ref.name for ref in (*refs, *(arena.blobs if arena else ()))]
+    arenas = [each for each in (arena, *((chunk.latents, chunk.text) if chunk else ())) if each is not None]
+    refs = [ref for each in arenas for ref in each.blobs]
+    return [ref.name for ref in (*refs, *(chunk.segment.blobs if chunk else ()))]

@@ -10,7 +10,7 @@ from longtake.state_cache.client import Argument, Client, milliseconds
 from longtake.state_cache.errors import SessionNotFound
 from longtake.state_cache.protocol import CLAIM_SECONDS
 from longtake.state_cache.records import SessionRecord
-from longtake.state_cache.scripts import drop_claim, postpone
+from longtake.state_cache.scripts import drop_claim, drop_mark, postpone
 
 
 class Directory:
@@ -24,6 +24,7 @@ class Directory:
         self._client = client
         self._prefix = prefix
         self._expiries = f"{prefix}:expiries"
+        self._litter = f"{prefix}:litter"
 
     def add(self, session: SessionRecord) -> None:
         """List a session that is about to be created."""
@@ -60,6 +61,23 @@ class Directory:
             self._client.run("ZREM", self._expiries, session_id)
         else:
             postpone(self._client, self._expiries, session_id, expires)
+
+    def litter(self, lineage: str) -> None:
+        """Note that a lineage will have something to collect."""
+        self._client.run("ZADD", self._litter, milliseconds(self._client.run("TIME")), lineage)
+
+    def littered(self, count: int) -> list[str]:
+        """Lineages noted so, the longest ago first."""
+        return _ids(self._client.run("ZRANGE", self._litter, 0, count - 1))
+
+    def litter_mark(self, lineage: str) -> float | None:
+        """When a lineage was noted last, if it is noted; goes into `tidied`."""
+        score = cast("bytes | float | None", self._client.run("ZSCORE", self._litter, lineage))
+        return None if score is None else float(score)
+
+    def tidied(self, lineage: str, mark: float) -> None:
+        """Forget a note, unless the lineage was noted again since."""
+        drop_mark(self._client, self._litter, lineage, mark)
 
     def claim(self, route_key: str, fingerprint: str, session_id: str) -> tuple[str, str]:
         """Bind a route key unless it is bound; the pair in force. Without `keep_claim` it lapses."""

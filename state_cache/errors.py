@@ -18,7 +18,21 @@ class ChunkNotFound(StoreError):
 
 
 class Fenced(StoreError):
-    """Another opener has taken the session over: this fence is worth nothing any more."""
+    """Another server has taken the session over: this fence is worth nothing any more."""
+
+
+class LeaseHeld(StoreError):
+    """Another server holds the session's lease. Carries how long at most, unless it is renewed, and who it is.
+
+    Args:
+        left_s: seconds until the lease lapses.
+        address: where the holder can be reached, "" when it did not say.
+    """
+
+    def __init__(self, left_s: float, address: str) -> None:
+        super().__init__("another server holds the session")
+        self.left_s = left_s
+        self.address = address
 
 
 class HeadConflict(StoreError):
@@ -33,6 +47,10 @@ class HeadConflict(StoreError):
         super().__init__(f"the session stands at chunk {chunk}, revision {revision}")
         self.chunk = chunk
         self.revision = revision
+
+
+class ChunkExpired(StoreError):
+    """The chunk lies behind the retention horizon."""
 
 
 class KeyReused(StoreError):

@@ -3,25 +3,29 @@
 import secrets
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from longtake.state_cache.blobs import ORPHAN_SECONDS, describe, names_in, verify
+import msgspec
+
+from longtake.state_cache.blobs import describe, names_in
+from longtake.state_cache.branches import branch_name, cut, spans, within
 from longtake.state_cache.errors import (
-    BlobsMissing,
     ChunkNotFound,
     Fenced,
     HeadConflict,
     KeyReused,
+    LeaseHeld,
     RequestDone,
     SchemaError,
     SessionExists,
     SessionNotFound,
 )
 from longtake.state_cache.ids import lineage_of
-from longtake.state_cache.protocol import CLAIM_SECONDS, Commit, StoreStatus
+from longtake.state_cache.memory_blobs import MemoryBlobs
+from longtake.state_cache.memory_log import MemoryLog
+from longtake.state_cache.protocol import CLAIM_SECONDS, Collected, Commit, Rewind, StoreStatus
 from longtake.state_cache.records import (
     Arena,
     BlobRef,
@@ -29,11 +33,14 @@ from longtake.state_cache.records import (
     Cursor,
     Fence,
     Head,
+    Holder,
+    Lease,
     RequestRecord,
     SessionRecord,
     decode,
     encode,
 )
+from longtake.state_cache.retention import Retention, Root, needed, next_horizon
 
 
 @dataclass
@@ -41,35 +48,23 @@ class _Session:
     """One session; records are kept encoded, so that nobody can change them through a reference."""
 
     record: bytes
-    cursor: bytes
+    head: Head
     ttl: float | None
     expires: float | None = None
-    chunk: int = -1
-    revision: int = 0
     fence: Fence | None = None
-    chunks: dict[int, bytes] = field(default_factory=dict)
-    snapshots: dict[int, bytes] = field(default_factory=dict)
+    holder: Holder | None = None
+    leased_until: float | None = None
     requests: dict[str, bytes] = field(default_factory=dict)
-    names: Counter[str] = field(default_factory=Counter)
 
     def prolong(self, now: float) -> None:
         if self.ttl is not None:
             self.expires = now + self.ttl
 
-    def write(self, commit: Commit) -> None:
-        if commit.chunk is not None:
-            self.chunks[commit.head] = encode(commit.chunk)
-        if commit.snapshot is not None:
-            self.snapshots[commit.head] = encode(commit.snapshot)
-        if commit.key is not None and commit.request is not None:
-            self.requests[commit.key] = encode(commit.request)
-        self.chunk, self.cursor = commit.head, encode(commit.cursor)
-
-
-@dataclass
-class _Blob:
-    data: bytes
-    expires: float | None
+    def move(self, step: Commit | Rewind, head: Head, now: float) -> None:
+        self.head = head
+        if step.key is not None and step.request is not None:
+            self.requests[step.key] = encode(step.request)
+        self.prolong(now)
 
 
 @dataclass
@@ -91,41 +86,60 @@ class MemoryStore:
         self._epoch = time.time() - clock()
         self._lock = threading.RLock()
         self._sessions: dict[str, _Session] = {}
-        self._blobs: dict[tuple[str, str], _Blob] = {}
+        self._log = MemoryLog()
+        self._blobs = MemoryBlobs(clock)
         self._claims: dict[str, _Claim] = {}
+        self._litter: dict[str, None] = {}
 
     def create(self, session: SessionRecord, cursor: Cursor) -> None:
         """See `Store.create`."""
         with self._lock:
-            lineage = lineage_of(session.id)
-            if session.id in self._sessions:
-                raise SessionExists("the session exists")
-            names = names_in(arena=session.conditions)
-            self._require(lineage, names)
-            self._sessions[session.id] = entry = _Session(encode(session), encode(cursor), session.ttl_s)
-            entry.prolong(self._clock())
-            self._retain(lineage, entry, names)
-            if (claim := self._claim_of(session)) is not None:
-                claim.expires = None
+            self._begin(session, Head(chunk=-1, revision=0, cursor=_copy(cursor)))
 
-    def open(self, session_id: str) -> Fence:
-        """See `Store.open`."""
+    def fork(self, child: SessionRecord, source: Head, cursor: Cursor) -> None:
+        """See `Store.fork`."""
+        assert child.parent is not None
         with self._lock:
-            entry = self._entry(session_id)
-            entry.prolong(self._clock())
-            entry.fence = Fence(entry.fence.token + 1 if entry.fence else 1, secrets.token_hex(16))
-            return entry.fence
+            chunk, present = child.parent.chunk, self._entry(child.parent.session_id).head
+            path = cut(spans(child.parent.session_id, source), chunk + 1)
+            head = Head(
+                chunk=chunk, revision=0, cursor=_copy(cursor), path=path, base=chunk + 1, horizon=present.horizon
+            )
+            moved = source.revision != present.revision or not present.horizon - 1 <= chunk <= present.chunk
+            self._begin(child, head, HeadConflict(present.chunk, present.revision) if moved else None)
+
+    def acquire(self, session_id: str, holder: Holder, lease_s: float, fence: Fence | None = None) -> Lease:
+        """See `Store.acquire`."""
+        with self._lock:
+            entry, now = self._entry(session_id), self._clock()
+            other = entry.holder if entry.holder and entry.holder.id != holder.id else None
+            if other and entry.leased_until is not None and entry.leased_until > now:
+                raise LeaseHeld(entry.leased_until - now, other.address)
+            in_force = fence is not None and fence == entry.fence
+            taken_over = other is not None and entry.leased_until is not None and not in_force
+            if entry.fence is None or not in_force:
+                entry.fence = Fence(entry.fence.token + 1 if entry.fence else 1, secrets.token_hex(16))
+            entry.holder, entry.leased_until = holder, now + lease_s
+            entry.prolong(now)
+            self._litter[lineage_of(session_id)] = None
+            return Lease(entry.fence, taken_over)
+
+    def renew(self, session_id: str, fence: Fence, lease_s: float) -> None:
+        """See `Store.renew`."""
+        with self._lock:
+            self._fenced_entry(session_id, fence).leased_until = self._clock() + lease_s
+
+    def release(self, session_id: str, fence: Fence) -> None:
+        """See `Store.release`."""
+        with self._lock:
+            self._fenced_entry(session_id, fence).leased_until = None
 
     def read(self, session_id: str) -> tuple[SessionRecord, Head, Fence | None]:
         """See `Store.read`."""
         with self._lock:
             entry = self._entry(session_id)
-            head = Head(
-                chunk=entry.chunk,
-                revision=entry.revision,
-                cursor=decode(entry.cursor, Cursor),
-                expires_at=None if entry.expires is None else self._epoch + entry.expires,
-            )
+            expires_at = None if entry.expires is None else self._epoch + entry.expires
+            head = msgspec.structs.replace(entry.head, cursor=_copy(entry.head.cursor), expires_at=expires_at)
             return decode(entry.record, SessionRecord), head, entry.fence
 
     def commit(self, commit: Commit) -> None:
@@ -133,30 +147,53 @@ class MemoryStore:
         with self._lock:
             entry = self._entry(commit.session_id)
             _check_request(entry, commit)
-            _check_head(entry, commit)
-            lineage = lineage_of(commit.session_id)
-            names = names_in(commit.chunk, commit.snapshot)
-            self._require(lineage, names)
-            # new names before old ones, so that a blob both have stays
-            self._retain(lineage, entry, names)
-            if commit.snapshot is not None:
-                self._drop_snapshot(lineage, entry, commit.head)
-            entry.write(commit)
-            entry.prolong(self._clock())
+            _check_head(entry, commit.fence, commit.expected_head, commit.revision)
+            self._name(commit.session_id, set(names_in(commit.chunk, commit.cursor.text)))
+            if commit.chunk is not None:
+                self._log.write(branch_name(commit.session_id, commit.revision), commit.chunk)
+            head = msgspec.structs.replace(entry.head, chunk=commit.head, cursor=_copy(commit.cursor))
+            entry.move(commit, head, self._clock())
+
+    def rewind(self, rewind: Rewind) -> None:
+        """See `Store.rewind`."""
+        with self._lock:
+            entry, kept = self._entry(rewind.session_id), rewind.to_chunk
+            _check_request(entry, rewind)
+            _check_head(entry, rewind.fence, rewind.head.chunk, rewind.head.revision)
+            if not entry.head.horizon - 1 <= kept <= entry.head.chunk:
+                raise HeadConflict(entry.head.chunk, entry.head.revision)
+            self._name(rewind.session_id, set(names_in(arena=rewind.cursor.text)))
+            head = Head(
+                chunk=kept,
+                revision=entry.head.revision + 1,
+                cursor=_copy(rewind.cursor),
+                path=cut(spans(rewind.session_id, entry.head), kept + 1),
+                base=kept + 1,
+                horizon=entry.head.horizon,
+                rewinds=(*entry.head.rewinds, kept),
+            )
+            entry.move(rewind, head, self._clock())
+            self._litter[lineage_of(rewind.session_id)] = None
+
+    def attach(self, session_id: str, fence: Fence, revision: int, index: int, snapshot: Arena) -> None:
+        """See `Store.attach`."""
+        with self._lock:
+            head = self._fenced_entry(session_id, fence).head
+            if revision != head.revision or not head.base <= index <= head.chunk:
+                raise HeadConflict(head.chunk, head.revision)
+            self._name(session_id, set(names_in(arena=snapshot)))
+            self._log.attach(branch_name(session_id, revision), index, snapshot)
 
     def chunk(self, session_id: str, index: int) -> ChunkRecord:
         """See `Store.chunk`."""
-        with self._lock:
-            data = self._entry(session_id).chunks.get(index)
-        if data is None:
+        if not (found := self.chunks(session_id, index, index + 1)):
             raise ChunkNotFound(f"the session has no chunk {index}")
-        return decode(data, ChunkRecord)
+        return found[0]
 
     def chunks(self, session_id: str, start: int, stop: int) -> list[ChunkRecord]:
         """See `Store.chunks`."""
         with self._lock:
-            found = sorted((k, data) for k, data in self._entry(session_id).chunks.items() if start <= k < stop)
-        return [decode(data, ChunkRecord) for _, data in found]
+            return self._log.records(within(spans(session_id, self._entry(session_id).head), start, stop))
 
     def request(self, session_id: str, key: str) -> RequestRecord | None:
         """See `Store.request`."""
@@ -167,40 +204,35 @@ class MemoryStore:
     def snapshots(self, session_id: str) -> dict[int, Arena]:
         """See `Store.snapshots`."""
         with self._lock:
-            found = sorted(self._entry(session_id).snapshots.items())
-        return {index: decode(data, Arena) for index, data in found}
+            return self._log.snapshots(spans(session_id, self._entry(session_id).head))
 
-    def prune_snapshots(self, session_id: str, fence: Fence, keep: int) -> None:
-        """See `Store.prune_snapshots`."""
+    def forks(self, session_id: str) -> dict[str, int]:
+        """See `Store.forks`."""
         with self._lock:
-            entry = self._entry(session_id)
-            if entry.fence != fence:
-                raise Fenced("another opener has taken the session over")
-            for index in sorted(entry.snapshots, reverse=True)[keep:]:
-                self._drop_snapshot(lineage_of(session_id), entry, index)
+            self._entry(session_id)
+            there = [name for name in self._kin(lineage_of(session_id)) if not self._has_expired(name)]
+            parents = {name: decode(self._sessions[name].record, SessionRecord).parent for name in there}
+            return {
+                name: parent.chunk for name, parent in parents.items() if parent and parent.session_id == session_id
+            }
 
     def put(self, session_id: str, data: Sequence[bytes | memoryview]) -> tuple[BlobRef, ...]:
         """See `Store.put`."""
         lineage = lineage_of(session_id)
         refs = tuple(describe(blob) for blob in data)
-        now = self._clock()
         with self._lock:
-            self._drop_orphans(now)
-            for ref, content in zip(refs, data, strict=True):
-                blob = self._blobs.get((lineage, ref.name))
-                if blob is None:
-                    self._blobs[lineage, ref.name] = _Blob(bytes(content), now + ORPHAN_SECONDS)
-                elif blob.expires is not None:
-                    blob.expires = now + ORPHAN_SECONDS
+            self._blobs.put(lineage, refs, data)
         return refs
 
     def get(self, session_id: str, refs: Sequence[BlobRef]) -> list[bytes]:
         """See `Store.get`."""
-        lineage = lineage_of(session_id)
         with self._lock:
-            self._require(lineage, [ref.name for ref in refs])
-            found = [self._blobs[lineage, ref.name].data for ref in refs]
-        return [verify(ref, data) for ref, data in zip(refs, found, strict=True)]
+            return self._blobs.get(lineage_of(session_id), refs)
+
+    def get_into(self, session_id: str, refs: Sequence[BlobRef], buffers: Sequence[memoryview]) -> None:
+        """See `Store.get_into`."""
+        for buffer, data in zip(buffers, self.get(session_id, refs), strict=True):
+            buffer[:] = data
 
     def claim(self, route_key: str, fingerprint: str, session_id: str) -> tuple[str, str]:
         """See `Store.claim`."""
@@ -212,6 +244,11 @@ class MemoryStore:
                 self._drop(bound.session_id)
                 return self.claim(route_key, fingerprint, session_id)
             return bound.fingerprint, bound.session_id
+
+    def littered(self, limit: int = 100) -> list[str]:
+        """See `Store.littered`."""
+        with self._lock:
+            return [*self._litter][:limit]
 
     def list(self, limit: int, after: str | None = None, owner: str = "") -> list[str]:
         """See `Store.list`."""
@@ -238,10 +275,23 @@ class MemoryStore:
                     self._drop(session_id)
             return before - len(self._sessions)
 
+    def collect(self, lineage: str, retention: Retention) -> Collected:
+        """See `Store.collect`."""
+        with self._lock:
+            self._litter.pop(lineage, None)
+            kin, found = self._kin(lineage), self._log.snapshots_of(lineage)
+            roots = [Root(decode(entry.record, SessionRecord), entry.head) for entry in kin.values()]
+            for root, entry in zip(roots, kin.values(), strict=True):
+                entry.head = msgspec.structs.replace(root.head, horizon=next_horizon(root, found, retention))
+            moved = [Root(root.session, entry.head) for root, entry in zip(roots, kin.values(), strict=True)]
+            freed = self._log.sweep(lineage, needed(moved, found, retention))
+            names = {name for root in moved for name in _names(root.session, root.head.cursor)}
+            return replace(freed, blobs=self._blobs.free(lineage, names.union(self._log.names(lineage))))
+
     def check(self) -> StoreStatus:
         """See `Store.check`."""
         with self._lock:
-            used = sum(len(blob.data) for blob in self._blobs.values())
+            used = self._blobs.used_bytes()
         return StoreStatus(
             server="memory", version="", durability="none", policy="noeviction", used_bytes=used, limit_bytes=0
         )
@@ -249,69 +299,79 @@ class MemoryStore:
     def close(self) -> None:
         """See `Store.close`."""
 
+    def _begin(self, session: SessionRecord, head: Head, refusal: HeadConflict | None = None) -> None:
+        if session.id in self._sessions:
+            raise SessionExists("the session exists")
+        if refusal is not None:
+            raise refusal
+        self._name(session.id, _names(session, head.cursor))
+        self._sessions[session.id] = entry = _Session(encode(session), head, session.ttl_s)
+        entry.prolong(self._clock())
+        if (claim := self._claim_of(session)) is not None:
+            claim.expires = None
+
     def _entry(self, session_id: str) -> _Session:
         if (entry := self._sessions.get(session_id)) is None or self._has_expired(session_id):
             raise SessionNotFound("there is no such session")
+        return entry
+
+    def _fenced_entry(self, session_id: str, fence: Fence) -> _Session:
+        entry = self._entry(session_id)
+        _check_fence(entry, fence)
         return entry
 
     def _has_expired(self, session_id: str) -> bool:
         entry = self._sessions.get(session_id)
         return entry is not None and _is_over(entry.expires, self._clock())
 
+    def _kin(self, lineage: str) -> dict[str, _Session]:
+        return {name: entry for name, entry in self._sessions.items() if lineage_of(name) == lineage}
+
+    def _name(self, session_id: str, names: set[str]) -> None:
+        lineage = lineage_of(session_id)
+        self._blobs.require(lineage, names)
+        self._blobs.keep(lineage, names)
+
     def _drop(self, session_id: str) -> None:
-        entry = self._sessions[session_id]
-        record = decode(entry.record, SessionRecord)
+        record = decode(self._sessions[session_id].record, SessionRecord)
         if record.create_key is not None and self._claim_of(record) is not None:
             del self._claims[record.create_key]
-        self._release(lineage_of(session_id), entry, list(entry.names.elements()))
         del self._sessions[session_id]
+        self._litter[lineage_of(session_id)] = None
 
     def _claim_of(self, session: SessionRecord) -> _Claim | None:
         claim = None if session.create_key is None else self._claims.get(session.create_key)
         return claim if claim is not None and claim.session_id == session.id else None
-
-    def _require(self, lineage: str, names: Sequence[str]) -> None:
-        self._drop_orphans(self._clock())
-        if missing := [name for name in names if (lineage, name) not in self._blobs]:
-            raise BlobsMissing(f"{len(missing)} blobs are not in the store")
-
-    def _drop_orphans(self, now: float) -> None:
-        for key in [key for key, blob in self._blobs.items() if _is_over(blob.expires, now)]:
-            del self._blobs[key]
-
-    def _retain(self, lineage: str, entry: _Session, names: Sequence[str]) -> None:
-        entry.names.update(names)
-        for name in names:
-            self._blobs[lineage, name].expires = None
-
-    def _release(self, lineage: str, entry: _Session, names: Sequence[str]) -> None:
-        entry.names = entry.names - Counter(names)
-        kin = [other.names for session_id, other in self._sessions.items() if lineage_of(session_id) == lineage]
-        for name in set(names):
-            if not any(name in held for held in kin):
-                del self._blobs[lineage, name]
-
-    def _drop_snapshot(self, lineage: str, entry: _Session, index: int) -> None:
-        if (data := entry.snapshots.pop(index, None)) is not None:
-            self._release(lineage, entry, names_in(arena=decode(data, Arena)))
 
 
 def _is_over(expires: float | None, now: float) -> bool:
     return expires is not None and expires <= now
 
 
-def _check_request(entry: _Session, commit: Commit) -> None:
-    if commit.key is None or commit.request is None or (data := entry.requests.get(commit.key)) is None:
+def _copy(cursor: Cursor) -> Cursor:
+    return decode(encode(cursor), Cursor)
+
+
+def _names(session: SessionRecord, cursor: Cursor) -> set[str]:
+    return {*names_in(arena=session.conditions), *names_in(arena=cursor.text)}
+
+
+def _check_request(entry: _Session, step: Commit | Rewind) -> None:
+    if step.key is None or step.request is None or (data := entry.requests.get(step.key)) is None:
         return
     known = decode(data, RequestRecord)
-    if known.fingerprint != commit.request.fingerprint:
+    if known.fingerprint != step.request.fingerprint:
         raise KeyReused("the key belongs to another request")
     if known.done:
         raise RequestDone("the request of this key has finished")
 
 
-def _check_head(entry: _Session, commit: Commit) -> None:
-    if entry.fence != commit.fence:
-        raise Fenced("another opener has taken the session over")
-    if (entry.chunk, entry.revision) != (commit.expected_head, commit.revision):
-        raise HeadConflict(entry.chunk, entry.revision)
+def _check_fence(entry: _Session, fence: Fence) -> None:
+    if entry.fence != fence:
+        raise Fenced("another server has taken the session over")
+
+
+def _check_head(entry: _Session, fence: Fence, chunk: int, revision: int) -> None:
+    _check_fence(entry, fence)
+    if (entry.head.chunk, entry.head.revision) != (chunk, revision):
+        raise HeadConflict(entry.head.chunk, entry.head.revision)

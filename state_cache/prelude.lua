@@ -1,8 +1,8 @@
--- put in front of every session script: names of its keys, its lifetime, and the books on who names which blob.
--- head: where it stands, its owner, and if it may go its ttl (ms) and when it expires (unix ms).
--- held: blob -> records of this session that name it. kin: blob -> sessions of the lineage that name it.
-local session, head, chunks, snapshots, requests, held, kin = unpack(KEYS)
-local blob_prefix = ARGV[1]
+-- put in front of every session script: names of its keys, its lifetime, and which blobs are named.
+-- head: where it stands, its owner, its lease, and if it may go its ttl (ms) and when it expires (unix ms).
+-- family: sessions of the lineage -> parents. named: blob -> value of epoch when it was last named. branches: their names.
+local session, head, requests, family, epoch, named, branches = unpack(KEYS)
+local base = ARGV[1]
 
 local function milliseconds()
   local time = redis.call('TIME')
@@ -25,40 +25,43 @@ end
 
 local function blobs_missing(first)
   for i = first, #ARGV do
-    if redis.call('EXISTS', blob_prefix .. ARGV[i]) == 0 then return true end
+    if redis.call('EXISTS', base .. 'b:' .. ARGV[i]) == 0 then return true end
   end
   return false
 end
 
-local function retain(name)
-  if redis.call('HINCRBY', held, name, 1) > 1 then return end
-  redis.call('HINCRBY', kin, name, 1)
-  redis.call('PERSIST', blob_prefix .. name)
-end
-
-local function leave(name)
-  if redis.call('HINCRBY', kin, name, -1) > 0 then return end
-  redis.call('HDEL', kin, name)
-  redis.call('UNLINK', blob_prefix .. name)
-end
-
-local function release(name)
-  if redis.call('HINCRBY', held, name, -1) > 0 then return end
-  redis.call('HDEL', held, name)
-  leave(name)
-end
-
-local function drop()
-  for _, name in ipairs(redis.call('HKEYS', held)) do leave(name) end
-  redis.call('UNLINK', session, head, chunks, snapshots, requests, held)
-end
-
-local function snapshot_blobs(index)
-  local record = redis.call('HGET', snapshots, index)
-  return record and cmsgpack.unpack(record).blobs or {}
+local function name_blobs(first)
+  local now = redis.call('GET', epoch) or '0'
+  for i = first, #ARGV do
+    redis.call('PERSIST', base .. 'b:' .. ARGV[i])
+    redis.call('ZADD', named, now, ARGV[i])
+  end
 end
 
 local function is_fenced(token, nonce)
   local fence = redis.call('HMGET', head, 'token', 'nonce')
   return fence[1] ~= token or fence[2] ~= nonce
+end
+
+-- why a keyed request may not take part in a step, if it may not
+local function request_refusal(key, fingerprint)
+  local known = key ~= '' and redis.call('HGET', requests, key)
+  if not known then return nil end
+  local request = cmsgpack.unpack(known)
+  if request.fingerprint ~= fingerprint then return {'KEY_REUSED'} end
+  if request.done then return {'DONE'} end
+end
+
+local function head_refusal(revision, chunk)
+  local present = redis.call('HMGET', head, 'chunk', 'revision')
+  if present[1] ~= chunk or present[2] ~= revision then return {'HEAD', present[1], present[2]} end
+end
+
+local function begin(record, cursor, owner, ttl, chunk, path, horizon, parent)
+  redis.call('SET', session, record)
+  redis.call('HSET', head, 'chunk', chunk, 'revision', '0', 'base', chunk + 1, 'path', path, 'horizon', horizon,
+    'cursor', cursor, 'owner', owner)
+  if ttl ~= '' then redis.call('HSET', head, 'ttl', ttl) end
+  redis.call('HSET', family, string.match(session, '[^:]+$'), parent)
+  prolong()
 end

@@ -11,9 +11,16 @@ from longtake.state_cache.records import (
     Cursor,
     Fence,
     Head,
+    Holder,
+    Lease,
     RequestRecord,
     SessionRecord,
 )
+from longtake.state_cache.retention import Retention
+
+Durability = Literal["none", "relaxed", "strict"]
+DURABILITIES: tuple[Durability, ...] = ("none", "relaxed", "strict")
+"""How well a store keeps what it acknowledged, weakest first."""
 
 CLAIM_SECONDS = 24 * 3600
 """How long a claim waits for its session to be created."""
@@ -24,12 +31,11 @@ class Commit:
     """One atomic step of a session. Its blobs were put before.
 
     Attributes:
-        fence: right to commit, from `Store.open`.
+        fence: right to commit, from `Store.acquire`.
         revision: revision that the step builds on.
         expected_head: last committed chunk that the step builds on, -1 for none.
         cursor: where the session stands afterwards.
         chunk: the next log record, of index `expected_head + 1`; without one the head stays.
-        snapshot: full state after the new head; replaces an earlier one of the same chunk.
         key: idempotency key of the request that this step is part of, together with `request`.
         request: progress of that request after this step.
     """
@@ -40,7 +46,6 @@ class Commit:
     expected_head: int
     cursor: Cursor
     chunk: ChunkRecord | None = None
-    snapshot: Arena | None = None
     key: str | None = None
     request: RequestRecord | None = None
 
@@ -58,6 +63,28 @@ class Commit:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Rewind:
+    """One atomic step back: chunks after `to_chunk` leave the session's path, its revision goes up by one.
+
+    Attributes:
+        fence: right to commit, from `Store.acquire`.
+        head: where the session stands, as it was read.
+        to_chunk: last chunk kept, from `head.horizon - 1` to `head.chunk`.
+        cursor: where the session stands afterwards.
+        key: idempotency key of the request, together with `request`.
+        request: its record.
+    """
+
+    session_id: str
+    fence: Fence
+    head: Head
+    to_chunk: int
+    cursor: Cursor
+    key: str | None = None
+    request: RequestRecord | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class StoreStatus:
     """Who keeps the sessions and how well.
 
@@ -72,31 +99,63 @@ class StoreStatus:
 
     server: str
     version: str
-    durability: Literal["strict", "relaxed", "none"]
+    durability: Durability
     policy: str
     used_bytes: int
     limit_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collected:
+    """What a garbage collection freed: log records dropped and expired, snapshots, blobs."""
+
+    records: int = 0
+    expired: int = 0
+    snapshots: int = 0
+    blobs: int = 0
 
 
 class Store(Protocol):
     """Sessions, their logs and their blobs.
 
     Every call may raise `StoreUnavailable`; every write `StoreFull`; every call with the id of a session that is not
-    there `SessionNotFound` (except `put`, `get` and `claim`, which come before it exists); every read of a record
-    `SchemaError`.
+    there `SessionNotFound` (except `put`, `get` and `claim`); every read of a record `SchemaError`.
 
-    A session with a `ttl_s` expires that long after the last `create`, `open` or `commit`, by the store's clock. From
-    then on it is not there, although its bytes stay until `sweep` (and its id can not be used again before).
+    A session with a `ttl_s` expires that long after the last `create`, `fork`, `acquire`, `commit` or `rewind`, by the
+    store's clock. From then on it is not there, although its bytes stay until `sweep` (and its id can not be used again
+    before).
     """
 
     def create(self, session: SessionRecord, cursor: Cursor) -> None:
         """Begin a session at chunk -1, revision 0. Raises `SessionExists`, `BlobsMissing`."""
 
-    def open(self, session_id: str) -> Fence:
-        """Take the right to commit. The last opener wins: earlier fences are worth nothing from here on."""
+    def fork(self, child: SessionRecord, source: Head, cursor: Cursor) -> None:
+        """Begin a session at chunk `child.parent.chunk` of its parent, revision 0, without copying a record.
+
+        Args:
+            child: its id is of the parent's lineage.
+            source: head of the parent, as it was read.
+            cursor: where the child stands.
+
+        Raises `SessionExists`, `BlobsMissing`; `HeadConflict` when the parent was rewound since or its horizon has
+        passed the chunk.
+        """
+
+    def acquire(self, session_id: str, holder: Holder, lease_s: float, fence: Fence | None = None) -> Lease:
+        """Take the session's lease for `lease_s` seconds of the store's clock.
+
+        When `fence` is still in force it stays so; otherwise a new one is made, and earlier ones are worth nothing from
+        here on. Raises `LeaseHeld` while a lease of another holder runs.
+        """
+
+    def renew(self, session_id: str, fence: Fence, lease_s: float) -> None:
+        """The lease lasts `lease_s` seconds from now. Raises `Fenced`."""
+
+    def release(self, session_id: str, fence: Fence) -> None:
+        """Give the lease up; the fence stays in force until the next `acquire` of somebody else. Raises `Fenced`."""
 
     def read(self, session_id: str) -> tuple[SessionRecord, Head, Fence | None]:
-        """The session, where it stands, and the fence in force (None: never opened)."""
+        """The session, where it stands, and the fence in force (None: never acquired)."""
 
     def commit(self, commit: Commit) -> None:
         """Carry out a step wholly or not at all.
@@ -105,8 +164,18 @@ class Store(Protocol):
         `BlobsMissing`. After `StoreUnavailable` the step may have happened: `read` tells.
         """
 
+    def rewind(self, rewind: Rewind) -> None:
+        """Carry out a rewind wholly or not at all; raises as `commit` does."""
+
+    def attach(self, session_id: str, fence: Fence, revision: int, index: int, snapshot: Arena) -> None:
+        """Add the full state after chunk `index`, which this fence committed; it replaces an earlier one.
+
+        Raises `Fenced`, `HeadConflict` (another revision, or a chunk that is not in the session's present branch),
+        `BlobsMissing`.
+        """
+
     def chunk(self, session_id: str, index: int) -> ChunkRecord:
-        """One log record. Raises `ChunkNotFound`."""
+        """One log record, which may be `expired`. Raises `ChunkNotFound`."""
 
     def chunks(self, session_id: str, start: int, stop: int) -> list[ChunkRecord]:
         """Those of the log records start…stop-1 that exist, in order."""
@@ -115,10 +184,10 @@ class Store(Protocol):
         """Progress of the request with this idempotency key; None when the session never saw it."""
 
     def snapshots(self, session_id: str) -> dict[int, Arena]:
-        """Snapshots by the chunk after which they were taken, oldest first."""
+        """Snapshots of the session's path by the chunk after which they were taken, oldest first."""
 
-    def prune_snapshots(self, session_id: str, fence: Fence, keep: int) -> None:
-        """Drop all but the newest `keep` snapshots, and the blobs that no other record names. Raises `Fenced`."""
+    def forks(self, session_id: str) -> dict[str, int]:
+        """Sessions forked from this one that are there, each with the last chunk that both share."""
 
     def put(self, session_id: str, data: Sequence[bytes | memoryview]) -> tuple[BlobRef, ...]:
         """Store blobs of at most 1 MiB for this lineage; those already there are not sent again.
@@ -129,8 +198,16 @@ class Store(Protocol):
     def get(self, session_id: str, refs: Sequence[BlobRef]) -> list[bytes]:
         """Blobs by reference, each verified. Raises `BlobsMissing`, `BlobCorrupt`."""
 
+    def get_into(self, session_id: str, refs: Sequence[BlobRef], buffers: Sequence[memoryview]) -> None:
+        """Blobs by reference, each verified, into memory that is given; raises as `get` does.
+
+        Args:
+            buffers: one a blob, of its size, writable and flat (format `B`). After an error their contents are
+                undefined.
+        """
+
     def claim(self, route_key: str, fingerprint: str, session_id: str) -> tuple[str, str]:
-        """Bind an idempotency key of session creation to a request and a session id, unless it is bound already.
+        """Bind an idempotency key that makes a session to a request and a session id, unless it is bound already.
 
         Returns the pair (fingerprint, session id) in force. It lives until the session of this id whose `create_key`
         is `route_key` is deleted or expires; 24 hours if that is not created.
@@ -143,13 +220,23 @@ class Store(Protocol):
         """
 
     def delete(self, session_id: str) -> None:
-        """Drop a session, its log, its claim, and the blobs that no other session of its lineage names."""
+        """Drop a session and its claim. What no other session of its lineage needs goes with `collect`."""
 
     def sweep(self, limit: int = 100) -> int:
         """Drop at most `limit` expired sessions as `delete` would; returns how many this call dropped.
 
         Several may sweep at once. Sessions that this version can not read are left alone.
         """
+
+    def collect(self, lineage: str, retention: Retention) -> Collected:
+        """Free what no session of a lineage needs, by mark and sweep, after moving the horizons of its sessions.
+
+        Safe beside writers, forks and other collectors: what they name while it runs stays. It may be stopped at any
+        point; the next one goes on.
+        """
+
+    def littered(self, limit: int = 100) -> Sequence[str]:
+        """Lineages that `collect` has not had since a session there was acquired, rewound or dropped."""
 
     def check(self) -> StoreStatus:
         """How the store is set up. Raises `StoreUnsuitable` when it could lose sessions by design or is too old."""

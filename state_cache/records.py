@@ -6,8 +6,8 @@ import msgspec
 
 from longtake.state_cache.errors import SchemaError
 
-SCHEMA = 1
-"""Version written into every record; a record of a newer version is refused, never guessed at."""
+SCHEMA = 2
+"""Version written into every record; a record of another version is refused, never guessed at."""
 
 
 class BlobRef(msgspec.Struct, frozen=True):
@@ -49,11 +49,19 @@ class Fingerprint(msgspec.Struct, frozen=True):
     numerics: str
 
 
+class Parent(msgspec.Struct, frozen=True):
+    """Where a fork began: the session it was forked from, and the last chunk that both share (-1: none)."""
+
+    session_id: str
+    chunk: int
+
+
 class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Written once, when the session is created. Matrices are row-major lists of float64.
 
     `owner` is a hash of the API key that created it, "" where there are no keys; `ttl_s` (at least 1) the seconds
-    without activity after which the session may go, None for never.
+    without activity after which the session may go, None for never. `prompt` and `seed` are those it began with; the
+    cursor has those in force.
     """
 
     id: str
@@ -71,19 +79,29 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     create_key: str | None = None
     owner: str = ""
     ttl_s: int | None = None
+    parent: Parent | None = None
     schema: int = SCHEMA
 
 
+Controller = dict[str, float | str | list[float]]
+"""An action controller in its stored form."""
+
+
 class Cursor(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the session stands between chunks: poses not yet in a chunk, and the action controller.
+    """Where the session stands between chunks: poses not yet in a chunk, the action controller, seed and prompt.
 
     `poses` is float64 little-endian [P,4,4] relative to frame 0, `intrinsics` float64 [P,4] in pixels of the model's
-    frame.
+    frame. `prompt` and `text` (its embedding) are None while those of the session record are in force. `exact_until`
+    is the last chunk up to which the state was restored to the bit, None when all of it was.
     """
 
     poses: bytes = b""
     intrinsics: bytes = b""
-    controller: dict[str, float | str | list[float]]
+    controller: Controller
+    seed: int
+    prompt: str | None = None
+    text: Arena | None = None
+    exact_until: int | None = None
     schema: int = SCHEMA
 
 
@@ -92,13 +110,19 @@ class ChunkRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     `poses` float64 [24,4,4] relative to frame 0, `intrinsics` float64 [24,4] in pixels of the model's frame, both
     little-endian; `segment` holds the MP4 initialisation (`init_size` bytes) followed by the media of this chunk.
+    `controller`, `prompt`, `text` and `exact_until` are those of the cursor after this chunk. An `expired` record lies
+    behind the retention horizon: poses, latents and segment are gone; digests, controller and text stay.
     """
 
     index: int
     kind: str
     poses: bytes
     intrinsics: bytes
+    controller: Controller
     seed: int
+    prompt: str | None = None
+    text: Arena | None = None
+    exact_until: int | None = None
     fingerprint: Fingerprint
     latents: Arena
     segment: File
@@ -108,11 +132,32 @@ class ChunkRecord(msgspec.Struct, frozen=True, kw_only=True):
     timings_ms: dict[str, float]
     warnings: list[str]
     created_at: float
+    expired: bool = False
     schema: int = SCHEMA
+
+    def cursor(self) -> Cursor:
+        """Where the session stood right after this chunk, nothing pending."""
+        return Cursor(
+            controller=self.controller,
+            seed=self.seed,
+            prompt=self.prompt,
+            text=self.text,
+            exact_until=self.exact_until,
+        )
+
+    def stub(self) -> "ChunkRecord":
+        """What stays of the record behind the retention horizon."""
+        nothing = Arena((), ())
+        return msgspec.structs.replace(
+            self, poses=b"", intrinsics=b"", latents=nothing, segment=File(0, ()), expired=True
+        )
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Progress of one keyed request: first chunk, chunks committed, frames used; once done, the answer's counters."""
+    """Progress of one keyed request: first chunk, chunks committed, frames used; once done, the answer's counters.
+
+    `answer` is the whole body of an answer that can not be made again from the log.
+    """
 
     fingerprint: str
     first_chunk: int
@@ -121,18 +166,36 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     done: bool
     revision: int
     pending_poses: int
+    answer: str = ""
     schema: int = SCHEMA
+
+
+class Span(msgspec.Struct, frozen=True):
+    """Log records start…stop-1 of one branch. A branch is written by one session between two of its rewinds."""
+
+    branch: str
+    start: int
+    stop: int
 
 
 class Head(msgspec.Struct, frozen=True, kw_only=True):
     """Present position of a session: last committed chunk (-1: none), revision (bumped by rewind) and cursor.
 
-    `expires_at` is when it expires unless it is used again, in unix seconds of the store's clock; None for never.
+    Attributes:
+        path: older records, in order, that were written by a parent or before a rewind; immutable.
+        base: first chunk of the session's present branch, where `path` ends.
+        horizon: first chunk whose record is whole; those before it have expired.
+        rewinds: for each revision from 1 on, the last chunk that its rewind kept.
+        expires_at: when it expires unless it is used again, in unix seconds of the store's clock; None for never.
     """
 
     chunk: int
     revision: int
     cursor: Cursor
+    path: tuple[Span, ...] = ()
+    base: int = 0
+    horizon: int = 0
+    rewinds: tuple[int, ...] = ()
     expires_at: float | None = None
 
 
@@ -141,6 +204,20 @@ class Fence(msgspec.Struct, frozen=True):
 
     token: int
     nonce: str
+
+
+class Holder(msgspec.Struct, frozen=True):
+    """Who asks for a lease: the same `id` takes its own lease over at once. `address` is shown to those who wait."""
+
+    id: str
+    address: str = ""
+
+
+class Lease(msgspec.Struct, frozen=True):
+    """A lease that was granted; `taken_over` when somebody else held the session before and let it lapse."""
+
+    fence: Fence
+    taken_over: bool
 
 
 Record = TypeVar("Record", SessionRecord, Cursor, ChunkRecord, RequestRecord, Arena)
@@ -158,8 +235,8 @@ def encode(record: msgspec.Struct) -> bytes:
 def decode(data: bytes, kind: type[Record]) -> Record:
     """The record back, strictly typed. Raises `SchemaError`."""
     try:
-        if (schema := msgspec.msgpack.decode(data, type=_Versioned).schema) > SCHEMA:
-            raise SchemaError(f"{kind.__name__} has schema {schema}, this version reads up to {SCHEMA}")
+        if (schema := msgspec.msgpack.decode(data, type=_Versioned).schema) != SCHEMA:
+            raise SchemaError(f"{kind.__name__} has schema {schema}, this version reads {SCHEMA}")
         return msgspec.msgpack.decode(data, type=kind)
     except (msgspec.DecodeError, RecursionError) as error:
         raise SchemaError(f"{kind.__name__} is damaged") from error

@@ -2,23 +2,18 @@
 
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple, cast
+from typing import cast
 
 import msgspec
 
-from longtake.state_cache.blobs import ORPHAN_SECONDS, describe, names_in, verify
+from longtake.state_cache.blobs import names_in
+from longtake.state_cache.branches import branch_name, cut, spans, within
 from longtake.state_cache.client import Argument, Client, milliseconds
 from longtake.state_cache.directory import Directory
-from longtake.state_cache.errors import (
-    BlobsMissing,
-    ChunkNotFound,
-    SchemaError,
-    SessionNotFound,
-    StoreError,
-    StoreUnsuitable,
-)
+from longtake.state_cache.errors import BlobsMissing, ChunkNotFound, HeadConflict, SchemaError, SessionNotFound
+from longtake.state_cache.failpoints import failpoint
 from longtake.state_cache.ids import lineage_of
-from longtake.state_cache.protocol import Commit, StoreStatus
+from longtake.state_cache.protocol import Collected, Commit, Rewind, StoreStatus
 from longtake.state_cache.records import (
     Arena,
     BlobRef,
@@ -26,35 +21,31 @@ from longtake.state_cache.records import (
     Cursor,
     Fence,
     Head,
+    Holder,
+    Lease,
+    Parent,
     RequestRecord,
     SessionRecord,
+    Span,
     decode,
     encode,
 )
-from longtake.state_cache.scripts import SessionScript
+from longtake.state_cache.redis_blobs import RedisBlobs
+from longtake.state_cache.redis_collect import Collector
+from longtake.state_cache.redis_heads import FIELDS, read_fence, read_head
+from longtake.state_cache.redis_status import check
+from longtake.state_cache.retention import Retention
+from longtake.state_cache.scripts import Keys, SessionScript
 
-_WINDOW = 32  # blobs in flight on one connection
-_OLDEST = 7
 _UNREADABLE_MS = 3_600_000  # until a sweep looks again at a session that it can not read
-
-
-class _Keys(NamedTuple):
-    """Keys of a session in the order of prelude.lua; all hash to the slot of its lineage."""
-
-    session: str
-    head: str
-    chunks: str
-    snapshots: str
-    requests: str
-    held: str
-    kin: str
+_NO_FENCE = Fence(0, "")
 
 
 class RedisStore:
     """A `Store` on a Redis (7 or newer) or Valkey server.
 
     Args:
-        url: `redis://`, `rediss://` or `unix://`.
+        url: `redis://`, `rediss://`, `unix://`, or `redis+sentinel://` and `rediss+sentinel://`.
         prefix: of every key, so that several services can share a server.
         timeout: seconds after which a silent server is `StoreUnavailable`.
         connections: most connections at a time; further callers wait.
@@ -64,84 +55,145 @@ class RedisStore:
         self._client = Client(url, timeout, connections)
         self._prefix = prefix
         self._directory = Directory(self._client, prefix)
+        self._blobs = RedisBlobs(self._client)
+        self._collector = Collector(self._client)
         self._create = SessionScript(self._client, "create")
-        self._open = SessionScript(self._client, "open")
+        self._fork = SessionScript(self._client, "fork")
+        self._acquire = SessionScript(self._client, "acquire")
+        self._lease = SessionScript(self._client, "lease")
         self._commit = SessionScript(self._client, "commit")
-        self._prune = SessionScript(self._client, "prune")
+        self._rewind = SessionScript(self._client, "rewind")
+        self._attach = SessionScript(self._client, "attach")
         self._delete = SessionScript(self._client, "delete")
-        self._sweep = SessionScript(self._client, "sweep")
 
     def create(self, session: SessionRecord, cursor: Cursor) -> None:
         """See `Store.create`."""
-        keys, blobs = self._keys(session.id), self._blob_prefix(session.id)
-        ttl = "" if session.ttl_s is None else session.ttl_s * 1000
-        arguments = (encode(session), encode(cursor), session.owner, ttl, *names_in(arena=session.conditions))
+        arguments = (*_beginning(session, cursor), encode_path(()), *_names(session, cursor))
         # listed first: a session that exists unseen would be worse than a listed one that does not exist
         self._directory.add(session)
         try:
-            self._create(keys, blobs, *arguments)
+            self._create(self._keys(session.id), *arguments)
         except BlobsMissing:
             self._directory.remove(session)
             raise
         self._directory.keep_claim(session)
 
-    def open(self, session_id: str) -> Fence:
-        """See `Store.open`."""
-        nonce = secrets.token_hex(16)
-        (token,) = self._open(self._keys(session_id), self._blob_prefix(session_id), nonce)
-        return Fence(int(token), nonce)
+    def fork(self, child: SessionRecord, source: Head, cursor: Cursor) -> None:
+        """See `Store.fork`."""
+        assert child.parent is not None
+        parent = self._keys(child.parent.session_id)
+        path = cut(spans(child.parent.session_id, source), child.parent.chunk + 1)
+        self._directory.add(child)
+        try:
+            self._fork(
+                self._keys(child.id),
+                *_beginning(child, cursor),
+                encode_path(path),
+                child.parent.chunk,
+                source.revision,
+                msgspec.msgpack.encode(child.parent),
+                *_names(child, cursor),
+                more=(parent.session, parent.head),
+            )
+        except (BlobsMissing, HeadConflict, SessionNotFound):
+            self._directory.remove(child)
+            raise
+        self._directory.keep_claim(child)
+
+    def acquire(self, session_id: str, holder: Holder, lease_s: float, fence: Fence | None = None) -> Lease:
+        """See `Store.acquire`."""
+        known = fence or _NO_FENCE
+        reply = self._acquire(
+            self._keys(session_id),
+            holder.id,
+            holder.address,
+            round(lease_s * 1000),
+            known.token,
+            known.nonce,
+            secrets.token_hex(16),
+        )
+        token, nonce, taken_over = cast("tuple[bytes, bytes, int]", reply)
+        granted = Fence(int(token), nonce.decode())
+        if granted != fence:
+            self._directory.litter(lineage_of(session_id))
+        return Lease(granted, bool(taken_over))
+
+    def renew(self, session_id: str, fence: Fence, lease_s: float) -> None:
+        """See `Store.renew`."""
+        self._lease(self._keys(session_id), fence.token, fence.nonce, round(lease_s * 1000))
+
+    def release(self, session_id: str, fence: Fence) -> None:
+        """See `Store.release`."""
+        self._lease(self._keys(session_id), fence.token, fence.nonce, 0)
 
     def read(self, session_id: str) -> tuple[SessionRecord, Head, Fence | None]:
         """See `Store.read`."""
         keys = self._keys(session_id)
-        fields = ("chunk", "revision", "cursor", "token", "nonce", "expires")
-        replies = self._of_session(session_id, ("GET", keys.session), ("HMGET", keys.head, *fields))
-        session, (chunk, revision, cursor, token, nonce, expires) = cast("tuple[bytes, list[bytes]]", replies)
-        head = Head(
-            chunk=int(chunk),
-            revision=int(revision),
-            cursor=decode(cursor, Cursor),
-            expires_at=float(expires) / 1000 if expires else None,
-        )
-        fence = Fence(int(token), nonce.decode()) if nonce else None
-        return decode(session, SessionRecord), head, fence
+        session, fields = self._of_session(session_id, ("GET", keys.session), ("HMGET", keys.head, *FIELDS))
+        found = cast("list[bytes | None]", fields)
+        return decode(cast("bytes", session), SessionRecord), read_head(found), read_fence(found)
 
     def commit(self, commit: Commit) -> None:
         """See `Store.commit`."""
-        request = commit.request
+        failpoint("commit.before")
         self._commit(
             self._keys(commit.session_id),
-            self._blob_prefix(commit.session_id),
             commit.fence.token,
             commit.fence.nonce,
             commit.revision,
             commit.expected_head,
             commit.head,
             encode(commit.cursor),
-            _optional(commit.chunk),
-            _optional(commit.snapshot),
-            commit.key or "",
-            request.fingerprint if request else "",
-            _optional(request),
-            *names_in(commit.chunk, commit.snapshot),
+            branch_name(commit.session_id, commit.revision),
+            b"" if commit.chunk is None else encode(commit.chunk),
+            *_request(commit.key, commit.request),
+            *names_in(commit.chunk, commit.cursor.text),
+        )
+        failpoint("commit.after")
+
+    def rewind(self, rewind: Rewind) -> None:
+        """See `Store.rewind`."""
+        self._directory.litter(lineage_of(rewind.session_id))
+        self._rewind(
+            self._keys(rewind.session_id),
+            rewind.fence.token,
+            rewind.fence.nonce,
+            rewind.head.revision,
+            rewind.head.chunk,
+            rewind.to_chunk,
+            encode(rewind.cursor),
+            encode_path(cut(spans(rewind.session_id, rewind.head), rewind.to_chunk + 1)),
+            msgspec.msgpack.encode((*rewind.head.rewinds, rewind.to_chunk)),
+            *_request(rewind.key, rewind.request),
+            *names_in(arena=rewind.cursor.text),
+        )
+
+    def attach(self, session_id: str, fence: Fence, revision: int, index: int, snapshot: Arena) -> None:
+        """See `Store.attach`."""
+        self._attach(
+            self._keys(session_id),
+            fence.token,
+            fence.nonce,
+            revision,
+            index,
+            branch_name(session_id, revision),
+            encode(snapshot),
+            *names_in(arena=snapshot),
         )
 
     def chunk(self, session_id: str, index: int) -> ChunkRecord:
         """See `Store.chunk`."""
-        (data,) = self._of_session(session_id, ("HGET", self._keys(session_id).chunks, index))
-        if data is None:
+        if not (found := self.chunks(session_id, index, index + 1)):
             raise ChunkNotFound(f"the session has no chunk {index}")
-        return decode(cast("bytes", data), ChunkRecord)
+        return found[0]
 
     def chunks(self, session_id: str, start: int, stop: int) -> list[ChunkRecord]:
         """See `Store.chunks`."""
         keys = self._keys(session_id)
-        (last,) = self._of_session(session_id, ("HGET", keys.head, "chunk"))
-        indices = range(max(start, 0), min(stop, int(cast("bytes", last)) + 1))
-        if not indices:
-            return []
-        found = cast("list[bytes | None]", self._client.run("HMGET", keys.chunks, *indices))
-        return [decode(data, ChunkRecord) for data in found if data is not None]
+        path = within(self._path(session_id), max(start, 0), stop)
+        commands = [("HMGET", keys.chunks(span.branch), *range(span.start, span.stop)) for span in path]
+        replies = cast("list[list[bytes | None]]", self._client.run_all(commands) if commands else [])
+        return [decode(data, ChunkRecord) for reply in replies for data in reply if data is not None]
 
     def request(self, session_id: str, key: str) -> RequestRecord | None:
         """See `Store.request`."""
@@ -150,31 +202,31 @@ class RedisStore:
 
     def snapshots(self, session_id: str) -> dict[int, Arena]:
         """See `Store.snapshots`."""
-        (reply,) = self._of_session(session_id, ("HGETALL", self._keys(session_id).snapshots))
-        found = {int(index): data for index, data in cast("Mapping[bytes, bytes]", reply).items()}
+        keys, path = self._keys(session_id), self._path(session_id)
+        replies = self._client.run_all([("HGETALL", keys.snapshots(span.branch)) for span in path])
+        found: dict[int, bytes] = {}
+        for span, reply in zip(path, cast("list[Mapping[bytes, bytes]]", replies), strict=True):
+            found |= {int(i): data for i, data in reply.items() if span.start <= int(i) < span.stop}
         return {index: decode(found[index], Arena) for index in sorted(found)}
 
-    def prune_snapshots(self, session_id: str, fence: Fence, keep: int) -> None:
-        """See `Store.prune_snapshots`."""
-        self._prune(self._keys(session_id), self._blob_prefix(session_id), fence.token, fence.nonce, keep)
+    def forks(self, session_id: str) -> dict[str, int]:
+        """See `Store.forks`."""
+        (reply,) = self._of_session(session_id, ("HGETALL", self._keys(session_id).family))
+        family = cast("Mapping[bytes, bytes]", reply)
+        parents = {child.decode(): msgspec.msgpack.decode(data, type=Parent) for child, data in family.items() if data}
+        return {child: parent.chunk for child, parent in parents.items() if parent.session_id == session_id}
 
     def put(self, session_id: str, data: Sequence[bytes | memoryview]) -> tuple[BlobRef, ...]:
         """See `Store.put`."""
-        prefix = self._blob_prefix(session_id)
-        refs = tuple(describe(blob) for blob in data)
-        unseen = dict(zip([prefix + ref.name for ref in refs], data, strict=True))
-        for key in self._present(list(unseen)):
-            del unseen[key]
-        keys, milliseconds = list(unseen), ORPHAN_SECONDS * 1000
-        for window in _windows(keys):
-            # NX: an equal blob that was committed meanwhile must not get a time to live again
-            self._client.run_all([("SET", key, _flat(unseen[key]), "NX", "PX", milliseconds) for key in window])
-        return refs
+        return self._blobs.put(self._keys(session_id).blobs, data)
 
     def get(self, session_id: str, refs: Sequence[BlobRef]) -> list[bytes]:
         """See `Store.get`."""
-        prefix = self._blob_prefix(session_id)
-        return [self._get(prefix, ref) for ref in refs]
+        return self._blobs.get(self._keys(session_id).blobs, refs)
+
+    def get_into(self, session_id: str, refs: Sequence[BlobRef], buffers: Sequence[memoryview]) -> None:
+        """See `Store.get_into`."""
+        self._blobs.get_into(self._keys(session_id).blobs, refs, buffers)
 
     def claim(self, route_key: str, fingerprint: str, session_id: str) -> tuple[str, str]:
         """See `Store.claim`."""
@@ -194,54 +246,40 @@ class RedisStore:
 
     def delete(self, session_id: str) -> None:
         """See `Store.delete`."""
-        record = self.read(session_id)[0]
-        self._directory.drop_claim(record)
-        self._delete(self._keys(session_id), self._blob_prefix(session_id))
-        self._directory.remove(record)
+        if not self._drop(self.read(session_id)[0], when_over=False):
+            raise SessionNotFound("there is no such session")
 
     def sweep(self, limit: int = 100) -> int:
         """See `Store.sweep`."""
         now = milliseconds(self._client.run("TIME"))
         return sum(self._drop_or_postpone(session_id, now) for session_id in self._directory.due(now, limit))
 
+    def collect(self, lineage: str, retention: Retention) -> Collected:
+        """See `Store.collect`."""
+        mark = self._directory.litter_mark(lineage)
+        collected = self._collector.collect(Keys(self._prefix, lineage), retention)
+        if mark is not None:
+            self._directory.tidied(lineage, mark)
+        return collected
+
+    def littered(self, limit: int = 100) -> Sequence[str]:
+        """See `Store.littered`."""
+        return self._directory.littered(limit)
+
     def check(self) -> StoreStatus:
         """See `Store.check`."""
-        info = cast("Mapping[str, str | int]", self._client.run("INFO"))
-        version = str(info["redis_version"])
-        policy = str(info.get("maxmemory_policy", "unknown"))
-        if int(version.split(".")[0]) < _OLDEST:
-            raise StoreUnsuitable(f"the server is version {version}; {_OLDEST} or newer is needed")
-        if policy != "noeviction":
-            raise StoreUnsuitable(f"maxmemory-policy is {policy}: it must be noeviction, else sessions lose parts")
-        if info.get("role") != "master":
-            raise StoreUnsuitable("the server is a read-only replica")
-        return StoreStatus(
-            server="valkey" if "valkey_version" in info else "redis",
-            version=str(info.get("valkey_version", version)),
-            durability=self._durability(appends=info.get("aof_enabled") == 1),
-            policy=policy,
-            used_bytes=int(info.get("used_memory", 0)),
-            limit_bytes=int(info.get("maxmemory", 0)),
-        )
+        return check(self._client)
 
     def close(self) -> None:
         """See `Store.close`."""
         self._client.close()
 
-    def _keys(self, session_id: str) -> _Keys:
-        base = f"{self._prefix}:{{{lineage_of(session_id)}}}"
-        return _Keys(
-            session=f"{base}:s:{session_id}",
-            head=f"{base}:h:{session_id}",
-            chunks=f"{base}:c:{session_id}",
-            snapshots=f"{base}:n:{session_id}",
-            requests=f"{base}:q:{session_id}",
-            held=f"{base}:r:{session_id}",
-            kin=f"{base}:r",
-        )
+    def _keys(self, session_id: str) -> Keys:
+        return Keys(self._prefix, lineage_of(session_id), session_id)
 
-    def _blob_prefix(self, session_id: str) -> str:
-        return f"{self._prefix}:{{{lineage_of(session_id)}}}:b:"
+    def _path(self, session_id: str) -> tuple[Span, ...]:
+        (fields,) = self._of_session(session_id, ("HMGET", self._keys(session_id).head, *FIELDS))
+        return spans(session_id, read_head(cast("list[bytes | None]", fields)))
 
     def _of_session(self, session_id: str, *commands: Sequence[Argument]) -> Sequence[object]:
         # whether it is there comes last: then it was there for all of them
@@ -253,11 +291,19 @@ class RedisStore:
     def _those_of(self, owner: str, ids: Sequence[str]) -> Sequence[str]:
         *heads, time = self._client.run_all([*map(self._standing, ids), ("TIME",)])
         found = zip(ids, cast("list[list[bytes | None]]", heads), strict=True)
-        # sessions older than owners have none
-        return [name for name, head in found if _is_there(head, time) and (head[2] or b"").decode() == owner]
+        return [name for name, head in found if _is_there(head, time) and head[2] == owner.encode()]
 
     def _standing(self, session_id: str) -> Sequence[Argument]:
         return "HMGET", self._keys(session_id).head, "chunk", "expires", "owner"
+
+    def _drop(self, session: SessionRecord, *, when_over: bool) -> bool:
+        """Drop a session, its claim and its listing; whether this call did."""
+        self._directory.litter(lineage_of(session.id))
+        self._directory.drop_claim(session)
+        (dropped,) = self._delete(self._keys(session.id), int(when_over))
+        if dropped:
+            self._directory.remove(session)
+        return bool(dropped)
 
     def _drop_expired(self, session_id: str) -> bool:
         """Drop a session if its time is up; whether this call did."""
@@ -266,12 +312,7 @@ class RedisStore:
         data, expires, time = cast("list[bytes | None]", self._client.run_all(commands))
         if data is None or not _is_over(expires, time):
             return False
-        record = decode(data, SessionRecord)
-        self._directory.drop_claim(record)
-        (dropped,) = self._sweep(keys, self._blob_prefix(session_id))
-        if dropped:
-            self._directory.remove(record)
-        return bool(dropped)
+        return self._drop(decode(data, SessionRecord), when_over=True)
 
     def _drop_or_postpone(self, session_id: str, now: int) -> bool:
         try:
@@ -284,33 +325,22 @@ class RedisStore:
         self._directory.postpone(session_id, None if expires is None else float(expires))
         return False
 
-    def _present(self, keys: Sequence[str]) -> Sequence[str]:
-        present = []
-        for window in _windows(keys):
-            # the lifetime first: what is found afterwards stays long enough; GT leaves committed blobs without one
-            prolong = [("PEXPIRE", key, ORPHAN_SECONDS * 1000, "GT") for key in window]
-            replies = self._client.run_all([*prolong, *(("EXISTS", key) for key in window)])
-            present += [key for key, exists in zip(window, replies[len(window) :], strict=True) if exists]
-        return present
 
-    def _get(self, prefix: str, ref: BlobRef) -> bytes:
-        data = self._client.run("GET", prefix + ref.name)
-        if data is None:
-            raise BlobsMissing("a blob is not in the store")
-        return verify(ref, cast("bytes", data))
-
-    def _durability(self, *, appends: bool) -> Literal["strict", "relaxed", "none"]:
-        if not appends:
-            return "none"
-        try:
-            settings = cast("Mapping[str, str]", self._client.run("CONFIG GET", "appendfsync"))
-        except StoreError:  # many hosted servers forbid CONFIG, and run everysec
-            return "relaxed"
-        return "strict" if settings.get("appendfsync") == "always" else "relaxed"
+def encode_path(path: Sequence[Span]) -> bytes:
+    """A path as the head keeps it."""
+    return msgspec.msgpack.encode(path)
 
 
-def _optional(record: msgspec.Struct | None) -> bytes:
-    return b"" if record is None else encode(record)
+def _beginning(session: SessionRecord, cursor: Cursor) -> tuple[Argument, ...]:
+    return encode(session), encode(cursor), session.owner, "" if session.ttl_s is None else session.ttl_s * 1000
+
+
+def _names(session: SessionRecord, cursor: Cursor) -> Sequence[str]:
+    return [*names_in(arena=session.conditions), *names_in(arena=cursor.text)]
+
+
+def _request(key: str | None, request: RequestRecord | None) -> tuple[Argument, ...]:
+    return (key, request.fingerprint, encode(request)) if key is not None and request is not None else ("", "", b"")
 
 
 def _is_there(head: object, time: object) -> bool:
@@ -320,11 +350,3 @@ def _is_there(head: object, time: object) -> bool:
 
 def _is_over(expires: bytes | None, time: object) -> bool:
     return expires is not None and float(expires) <= milliseconds(time)
-
-
-def _flat(data: bytes | memoryview) -> memoryview:
-    return memoryview(data).cast("B")
-
-
-def _windows(keys: Sequence[str]) -> list[Sequence[str]]:
-    return [keys[start : start + _WINDOW] for start in range(0, len(keys), _WINDOW)]

@@ -52,15 +52,21 @@ class LiveClient:
     """An ASGI client that reads an answer piece by piece while it is produced, and can leave at any time."""
 
     def __init__(
-        self, engine: Engine, address: str, content: bytes, headers: dict[str, str], http_version: str = "1.1"
+        self,
+        engine: Engine,
+        address: str,
+        content: bytes,
+        headers: dict[str, str],
+        http_version: str = "1.1",
+        method: str = "POST",
     ) -> None:
         self._app = create_app(engine, MAX_BODY, Doors())
         self._scope = {
             "type": "http",
-            "method": "POST",
-            "path": address,
+            "method": method,
+            "path": address.partition("?")[0],
             "raw_path": address.encode(),
-            "query_string": b"",
+            "query_string": address.partition("?")[2].encode(),
             "scheme": "http",
             "http_version": http_version,
             "server": ("127.0.0.1", 80),

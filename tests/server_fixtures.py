@@ -41,7 +41,7 @@ def memory() -> MemoryStore:
 
 @pytest.fixture
 def engine(model: WorldModel, memory: MemoryStore) -> Iterator[Engine]:
-    engine = Engine(model, memory, Limits(queue_size=8, hot_sessions=4, keep_snapshots=2))
+    engine = Engine(model, memory, Limits(queue_size=8))
     yield engine
     engine.close()
 

@@ -1,6 +1,5 @@
 """Stores to test against: memory, Debian's Redis and the embedded Valkey, always real servers."""
 
-import itertools
 import os
 import shutil
 import subprocess
@@ -9,15 +8,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
+import msgspec
 import pytest
-import redis
 import torch
+from store_probes import MemoryProbe, Probe, RedisProbe
 
 from longtake.state_cache import (
     Arena,
-    BlobRef,
     ChunkRecord,
     Commit,
     Cursor,
@@ -25,128 +23,24 @@ from longtake.state_cache import (
     Fence,
     File,
     Fingerprint,
-    MemoryStore,
-    RedisStore,
+    Head,
+    Holder,
+    Parent,
     RequestRecord,
+    Rewind,
     SessionRecord,
     Store,
+    lineage_of,
+    load_file,
+    load_tensors,
     new_session_id,
     packaged_binary,
     save_file,
     save_tensors,
 )
+from longtake.state_cache.records import Controller
 
-_prefixes = (f"t{n}" for n in itertools.count())
-
-
-class Probe(Protocol):
-    """A store, and hands inside it."""
-
-    store: Store
-
-    def keys(self) -> set[str]: ...
-    def blobs(self) -> set[str]: ...
-    def lifetime(self, session_id: str, ref: BlobRef) -> float | None: ...
-    def set_lifetime(self, session_id: str, ref: BlobRef, seconds: float) -> None: ...
-    def set_expiry(self, session_id: str, seconds: float) -> None: ...
-    def claim_lifetime(self, route_key: str) -> float | None: ...
-    def set_claim_lifetime(self, route_key: str, seconds: float) -> None: ...
-    def overwrite(self, session_id: str, ref: BlobRef, data: bytes) -> None: ...
-    def overwrite_session(self, session_id: str, data: bytes) -> None: ...
-
-
-class MemoryProbe:
-    def __init__(self) -> None:
-        self.store = MemoryStore()
-
-    def keys(self) -> set[str]:
-        return {*self.store._sessions, *self.blobs(), *self.store._claims}
-
-    def blobs(self) -> set[str]:
-        return {name for _, name in self.store._blobs}
-
-    def lifetime(self, session_id: str, ref: BlobRef) -> float | None:
-        expires = self.store._blobs[session_id[4:17], ref.name].expires
-        return None if expires is None else expires - self.store._clock()
-
-    def set_lifetime(self, session_id: str, ref: BlobRef, seconds: float) -> None:
-        self.store._blobs[session_id[4:17], ref.name].expires = self.store._clock() + seconds
-
-    def set_expiry(self, session_id: str, seconds: float) -> None:
-        self.store._sessions[session_id].expires = self.store._clock() + seconds
-
-    def claim_lifetime(self, route_key: str) -> float | None:
-        expires = self.store._claims[route_key].expires
-        return None if expires is None else expires - self.store._clock()
-
-    def set_claim_lifetime(self, route_key: str, seconds: float) -> None:
-        self.store._claims[route_key].expires = self.store._clock() + seconds
-
-    def overwrite(self, session_id: str, ref: BlobRef, data: bytes) -> None:
-        self.store._blobs[session_id[4:17], ref.name].data = data
-
-    def overwrite_session(self, session_id: str, data: bytes) -> None:
-        self.store._sessions[session_id].record = data
-
-
-class RedisProbe:
-    def __init__(self, url: str) -> None:
-        self.prefix = next(_prefixes)
-        self.store = RedisStore(url, self.prefix)
-        self.raw = redis.Redis.from_url(url)
-
-    def close(self) -> None:
-        self.store.close()
-        self.raw.close()
-
-    def keys(self) -> set[str]:
-        return {key.decode() for key in self.raw.keys(f"{self.prefix}:*")}
-
-    def blobs(self) -> set[str]:
-        return {key.rsplit(":", 1)[1] for key in self.keys() if ":b:" in key}
-
-    def lifetime(self, session_id: str, ref: BlobRef) -> float | None:
-        left = self.raw.pttl(self._blob(session_id, ref))
-        assert left != -2, "the blob is not there"
-        return None if left == -1 else left / 1000
-
-    def set_lifetime(self, session_id: str, ref: BlobRef, seconds: float) -> None:
-        assert self.raw.pexpire(self._blob(session_id, ref), int(seconds * 1000))
-
-    def set_expiry(self, session_id: str, seconds: float) -> None:
-        expires = self.milliseconds() + int(seconds * 1000)
-        assert self.raw.hset(self.head(session_id), "expires", expires) == 0, "the session never expires"
-        self.set_due(session_id, expires)
-
-    def set_due(self, session_id: str, milliseconds: float) -> None:
-        assert self.raw.zadd(f"{self.prefix}:expiries", {session_id: milliseconds}) == 0, "the session is never due"
-
-    def due(self, session_id: str) -> float | None:
-        return self.raw.zscore(f"{self.prefix}:expiries", session_id)
-
-    def milliseconds(self) -> int:
-        seconds, microseconds = self.raw.time()
-        return seconds * 1000 + microseconds // 1000
-
-    def claim_lifetime(self, route_key: str) -> float | None:
-        left = self.raw.pttl(self.store._directory._claim_key(route_key))
-        assert left != -2, "the claim is not there"
-        return None if left == -1 else left / 1000
-
-    def set_claim_lifetime(self, route_key: str, seconds: float) -> None:
-        assert self.raw.pexpire(self.store._directory._claim_key(route_key), int(seconds * 1000))
-
-    def head(self, session_id: str) -> str:
-        return f"{self.prefix}:{{{session_id[4:17]}}}:h:{session_id}"
-
-    def overwrite(self, session_id: str, ref: BlobRef, data: bytes) -> None:
-        self.raw.set(self._blob(session_id, ref), data, keepttl=True)
-
-    def overwrite_session(self, session_id: str, data: bytes) -> None:
-        self.raw.set(f"{self.prefix}:{{{session_id[4:17]}}}:s:{session_id}", data)
-
-    def _blob(self, session_id: str, ref: BlobRef) -> str:
-        return f"{self.prefix}:{{{session_id[4:17]}}}:b:{ref.name}"
+HOLDER, RIVAL = Holder("replica 1", "http://one:8000"), Holder("replica 2", "http://two:8000")
 
 
 @pytest.fixture(scope="session")
@@ -222,10 +116,21 @@ def make_session(
 
 def make_cursor(controller: str = "smooth") -> Cursor:
     """A cursor to tell apart by its controller's name."""
-    return Cursor(controller={"name": controller, "pitch": 0.25, "velocity": [0.0, 1.0]})
+    return Cursor(controller=make_controller(controller), seed=7)
 
 
-def make_chunk(store: Store, session_id: str, index: int, *, seed: int | None = None) -> ChunkRecord:
+def make_controller(name: str) -> Controller:
+    return {"name": name, "pitch": 0.25, "velocity": [0.0, 1.0]}
+
+
+def make_text(store: Store, session_id: str, value: float) -> Arena:
+    """The embedding of a prompt."""
+    return save_tensors(store, session_id, {"text": torch.full((2, 4), value)})
+
+
+def make_chunk(
+    store: Store, session_id: str, index: int, *, seed: int | None = None, text: Arena | None = None
+) -> ChunkRecord:
     """A log record with real blobs that depend on `seed`."""
     seed = index if seed is None else seed
     return ChunkRecord(
@@ -233,13 +138,16 @@ def make_chunk(store: Store, session_id: str, index: int, *, seed: int | None = 
         kind="generated",
         poses=bytes(24 * 16 * 8),
         intrinsics=bytes(24 * 4 * 8),
+        controller=make_controller(f"after {index}"),
         seed=seed,
+        prompt=None if text is None else "a forest",
+        text=text,
         fingerprint=Fingerprint("weights", "numerics"),
         latents=save_tensors(store, session_id, {"latents": torch.full((3, 5), float(seed))}),
         segment=save_file(store, session_id, b"segment %d" % seed) if seed >= 0 else File(0, ()),
         init_size=3,
-        frames_digest="sha256:0",
-        state_digest="sha256:1",
+        frames_digest=f"sha256:frames {seed}",
+        state_digest=f"sha256:state {seed}",
         timings_ms={"denoise": 1.5},
         warnings=[],
         created_at=1.0,
@@ -251,24 +159,110 @@ def make_snapshot(store: Store, session_id: str, value: float) -> Arena:
     return save_tensors(store, session_id, {"blocks.0.kv": torch.full((2, 3), value)})
 
 
-def _wait_for_socket(path: Path) -> None:
-    for _ in range(500):
-        if path.is_socket():
-            return
-        time.sleep(0.01)
-    raise TimeoutError("redis-server did not start")
+def take(store: Store, session_id: str) -> Fence:
+    """The fence of a lease that runs for a minute."""
+    return store.acquire(session_id, HOLDER, 60).fence
 
 
-def make_step(store: Store, session_id: str, fence: Fence, index: int, *, seed: int | None = None) -> Commit:
+def make_step(
+    store: Store,
+    session_id: str,
+    fence: Fence,
+    index: int,
+    *,
+    seed: int | None = None,
+    revision: int = 0,
+    text: Arena | None = None,
+) -> Commit:
     """A commit of chunk `index`, whose blobs are in the store."""
+    chunk = make_chunk(store, session_id, index, seed=seed, text=text)
     return Commit(
         session_id=session_id,
         fence=fence,
-        revision=0,
+        revision=revision,
         expected_head=index - 1,
-        cursor=make_cursor(f"after {index}"),
-        chunk=make_chunk(store, session_id, index, seed=seed),
+        cursor=chunk.cursor(),
+        chunk=chunk,
     )
+
+
+def write(
+    store: Store,
+    session_id: str,
+    fence: Fence,
+    count: int,
+    *,
+    seeds: int = 0,
+    text: Arena | None = None,
+    snapshots: bool = True,
+) -> None:
+    """Commit the next chunks of a session, of seeds `seeds` + index, each with its snapshot."""
+    head = store.read(session_id)[1]
+    for index in range(head.chunk + 1, head.chunk + 1 + count):
+        seed = seeds + index
+        store.commit(make_step(store, session_id, fence, index, seed=seed, revision=head.revision, text=text))
+        if snapshots:
+            store.attach(session_id, fence, head.revision, index, make_snapshot(store, session_id, float(seed)))
+
+
+def make_fork(
+    store: Store,
+    parent: str,
+    chunk: int,
+    session_id: str | None = None,
+    *,
+    key: str | None = None,
+    ttl_s: int | None = None,
+) -> str:
+    """A fork of a session behind its chunk `chunk`; returns its id."""
+    session, head, _ = store.read(parent)
+    child = msgspec.structs.replace(
+        session,
+        id=session_id or new_session_id(lineage_of(parent)),
+        parent=Parent(parent, chunk),
+        create_key=key,
+        ttl_s=ttl_s,
+    )
+    store.fork(child, head, cursor_after(store, parent, chunk))
+    return child.id
+
+
+def make_rewind(store: Store, session_id: str, fence: Fence, to_chunk: int) -> Rewind:
+    """A rewind of a session as it stands."""
+    return Rewind(
+        session_id=session_id,
+        fence=fence,
+        head=store.read(session_id)[1],
+        to_chunk=to_chunk,
+        cursor=cursor_after(store, session_id, to_chunk),
+    )
+
+
+def cursor_after(store: Store, session_id: str, chunk: int) -> Cursor:
+    return make_cursor() if chunk < 0 else store.chunk(session_id, chunk).cursor()
+
+
+def seeds(store: Store, session_id: str) -> list[int]:
+    """Seeds of every log record of a session: what `make_chunk` tells them apart by."""
+    return [record.seed for record in store.chunks(session_id, 0, 1 << 40)]
+
+
+def check_whole(store: Store, session_id: str) -> None:
+    """A session can be read, played and restored from its horizon on: nothing that it needs is missing or damaged."""
+    session, head, _ = store.read(session_id)
+    assert load_tensors(store, session_id, session.conditions)
+    records = store.chunks(session_id, 0, 1 << 40)
+    assert [record.index for record in records] == list(range(head.chunk + 1))
+    for record in records[head.horizon :]:
+        assert not record.expired
+        assert load_file(store, session_id, record.segment) == b"segment %d" % record.seed
+        assert load_tensors(store, session_id, record.latents)["latents"][0, 0] == record.seed
+    texts = [record.text for record in (*records, head.cursor)]
+    assert all(load_tensors(store, session_id, text) for text in texts if text is not None)
+    snapshots = store.snapshots(session_id)
+    for index, snapshot in snapshots.items():
+        assert load_tensors(store, session_id, snapshot)["blocks.0.kv"][0, 0] == records[index].seed
+    assert head.horizon == 0 or head.horizon - 1 in snapshots
 
 
 def make_request(fingerprint: str, *, done: bool) -> RequestRecord:
@@ -278,26 +272,44 @@ def make_request(fingerprint: str, *, done: bool) -> RequestRecord:
 
 
 def furnish(store: Store, session_id: str | None = None, *, owner: str = "", ttl_s: int | None = None) -> str:
-    """A session with all that one can have: a claim, chunks, snapshots and requests; returns its id."""
+    """A session with all that one can have: a claim, a lease, chunks, snapshots and requests; returns its id."""
     session_id = session_id or new_session_id()
     store.claim(session_id, "print", session_id)
     make_session(store, session_id, key=session_id, owner=owner, ttl_s=ttl_s)
-    fence = store.open(session_id)
+    fence = take(store, session_id)
     for index in range(3):
-        commit = replace(
-            make_step(store, session_id, fence, index), snapshot=make_snapshot(store, session_id, float(index))
-        )
+        commit = make_step(store, session_id, fence, index)
         store.commit(replace(commit, key=f"key {index}", request=make_request("print", done=True)))
+        store.attach(session_id, fence, 0, index, make_snapshot(store, session_id, float(index)))
     return session_id
 
 
+def _rewind_anywhere(store: Store, session_id: str) -> None:
+    head = Head(chunk=0, revision=0, cursor=make_cursor())
+    store.rewind(
+        Rewind(session_id=session_id, fence=Fence(1, ""), head=head, to_chunk=-1, cursor=make_cursor()),
+    )
+
+
 CALLS: dict[str, Callable[[Store, str], object]] = {
-    "open": lambda store, session_id: store.open(session_id),
+    "acquire": lambda store, session_id: store.acquire(session_id, HOLDER, 60),
+    "renew": lambda store, session_id: store.renew(session_id, Fence(1, ""), 60),
+    "release": lambda store, session_id: store.release(session_id, Fence(1, "")),
     "read": lambda store, session_id: store.read(session_id),
     "chunk": lambda store, session_id: store.chunk(session_id, 0),
     "chunks": lambda store, session_id: store.chunks(session_id, 0, 9),
     "request": lambda store, session_id: store.request(session_id, "key"),
     "snapshots": lambda store, session_id: store.snapshots(session_id),
-    "prune": lambda store, session_id: store.prune_snapshots(session_id, Fence(1, ""), 1),
+    "forks": lambda store, session_id: store.forks(session_id),
+    "attach": lambda store, session_id: store.attach(session_id, Fence(1, ""), 0, 0, Arena((), ())),
+    "rewind": _rewind_anywhere,
     "delete": lambda store, session_id: store.delete(session_id),
 }
+
+
+def _wait_for_socket(path: Path) -> None:
+    for _ in range(500):
+        if path.is_socket():
+            return
+        time.sleep(0.01)
+    raise TimeoutError("redis-server did not start")

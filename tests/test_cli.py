@@ -64,7 +64,9 @@ def test_generate_and_go_on_and_drop(tmp_path: Path) -> None:
 MISTAKES = {
     "no camera": (["generate", "first.png"], "give --trajectory or --actions"),
     "two cameras": (["generate", "first.png", "--actions", "w-1", "--trajectory", "p.npy"], "give either"),
-    "prompt of a session": (["generate", "--session", "ses_x", "--prompt", "x", "--actions", "w-1"], "new session"),
+    "seed of a session": (["generate", "--session", "ses_x", "--seed", "3", "--actions", "w-1"], "new session"),
+    "fork from nowhere": (["sessions", "fork", "ses_" + "a" * 39, "--from-chunk", "3"], "session_not_found"),
+    "rewind of nothing": (["sessions", "rewind", "ses_" + "a" * 39, "--to-chunk", "3"], "session_not_found"),
     "too few frames": (["generate", "first.png", "--actions", "w-3", "--frames", "9"], "the camera gives 3 frames"),
     "no such folder": (["generate", "first.png", "--actions", "w-3", "-o", "none/out.mp4"], "output: give"),
     "another container": (["generate", "first.png", "--actions", "w-3", "-o", "out.avi"], "output: give"),

@@ -124,6 +124,7 @@ def passing() -> dict[str, Step]:
         "going down": problem("shutting_down", 5),
         "still running": problem("in_progress", 1),
         "taken over": problem("session_fenced", 1),
+        "worked on elsewhere": problem("session_busy", 3),
         "a proxy's 502": httpx.Response(502, text="<html>bad gateway</html>"),
     }
 
@@ -141,7 +142,7 @@ def test_what_may_pass_is_tried_again_as_the_same_request(connect: Connect, fail
 
 
 def final_codes() -> list[str]:
-    busy = {"in_progress", "session_fenced"}
+    busy = {"in_progress", "session_busy", "session_fenced"}
     return [code for code, (status, _) in PROBLEMS.items() if status != 503 and code not in busy]
 
 
@@ -302,6 +303,20 @@ def test_a_download_that_goes_on_elsewhere_is_refused(connect: Connect) -> None:
     rest = mp4(VIDEO[200:], status=206, **{"content-range": f"bytes 200-1023/{len(VIDEO)}"})
     with pytest.raises(ReplayError, match="at byte 200 instead of 300"):
         list(connect(Script(mp4(VIDEO[:300], whole=False), rest)).video(SESSION))
+
+
+def test_a_download_does_not_go_on_in_another_video(connect: Connect) -> None:
+    """The session was rewound, or its oldest chunks have expired, since the first bytes came."""
+    rest = {"status": 206, "content-range": f"bytes 300-1023/{len(VIDEO)}"}
+    first, same = (
+        mp4(VIDEO[:300], whole=False, etag='W/"0-0"'),
+        mp4(VIDEO[300:600], whole=False, etag='W/"0-0"', **rest),
+    )
+    other = mp4(VIDEO[600:], etag='W/"1-0"', **{**rest, "content-range": f"bytes 600-1023/{len(VIDEO)}"})
+    got: list[bytes] = []
+    with pytest.raises(ReplayError, match="another"):
+        got.extend(connect(Script(first, same, other)).video(SESSION))
+    assert b"".join(got) == VIDEO[:600]
 
 
 def test_a_refused_download_leaves_no_file(connect: Connect, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import av
 import httpx
 import numpy as np
 import pytest
+import safetensors.numpy
 from client_kinds import KINDS, Awaited
 from PIL import Image
 from server_fixtures import path, picture
@@ -74,6 +75,27 @@ def test_a_take_from_its_beginning_to_its_end(client: Client, tmp_path: Path) ->
     assert decoded((tmp_path / "take.mp4").read_bytes()) == 72
     client.delete(made.id)
     assert made.id not in [each.id for each in client.sessions()]
+
+
+def test_forks_rewinds_and_what_is_heard_of_them(client: Client) -> None:
+    parent = begin(client)
+    client.generate(parent, poses=WALK[:48])
+    child = client.fork(parent, 0, key="once")
+    assert client.fork(parent, 0, key="once") == child
+    assert (child.parent, child.forked_at, child.next_chunk) == (parent, 0, 1)
+    assert [fork.id for fork in client.session(parent).forks] == [child.id]
+    client.generate(child.id, poses=WALK[24:48])
+    assert digests(client, child.id) == digests(client, parent)
+    assert safetensors.numpy.load(client.latents(child.id, 1))["latents"].shape[2] == 3
+    back = client.rewind(child.id, -1, seed=9)
+    assert (back.revision, back.next_chunk, back.seed) == (1, 0, 9)
+    client.generate(child.id, poses=WALK[:24])
+    with contextlib.closing(client.events(child.id, "0-1")) as events:
+        told = [next(events) for _ in range(2)]
+        assert [(event.name, event.id) for event in told] == [("rewound", "1--1"), ("chunk", "1-0")]
+        assert told[1].data == client.chunk(child.id, 0)
+        client.delete(child.id)
+        assert [event.name for event in events] == ["end"]
 
 
 def test_a_trajectory_file_goes_on_where_the_session_stands(client: Client, tmp_path: Path) -> None:

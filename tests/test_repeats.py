@@ -9,7 +9,7 @@ from server_fixtures import begin, client_of, digests, first_frame, path, post
 from longtake.server.engine.engine import Engine
 from longtake.server.engine.limits import Limits
 from longtake.server.model.world import ChunkCamera, ChunkOutput, Conditions, State, WorldModel
-from longtake.state_cache import Commit, MemoryStore, StoreUnavailable
+from longtake.state_cache import Commit, Holder, MemoryStore, StoreUnavailable
 
 
 async def test_a_repeated_request_is_carried_out_once(http: httpx.AsyncClient) -> None:
@@ -136,7 +136,7 @@ class BreakingStore(MemoryStore):
 
 async def test_a_model_that_fails_in_the_middle(model: WorldModel, memory: MemoryStore) -> None:
     broken = BreakingModel(model, at=3)
-    engine = Engine(broken, memory, Limits(queue_size=4, hot_sessions=4, keep_snapshots=2))  # type: ignore[arg-type]
+    engine = Engine(broken, memory, Limits(queue_size=4))  # type: ignore[arg-type]
     async with client_of(engine) as http:
         session = await begin(http)
         refused = await post(http, session, path(100), key="long")
@@ -155,7 +155,7 @@ async def test_a_model_that_fails_in_the_middle(model: WorldModel, memory: Memor
 @pytest.mark.parametrize("after", [False, True], ids=["before the commit", "commit done, answer lost"])
 @pytest.mark.parametrize("camera", ["w-30,wd-30,i-12", path(72)], ids=["actions", "poses"])
 async def test_a_store_that_goes_away_in_the_middle(model: WorldModel, camera: object, *, after: bool) -> None:
-    engine = Engine(model, BreakingStore(2, after=after), Limits(queue_size=4, hot_sessions=4, keep_snapshots=2))
+    engine = Engine(model, BreakingStore(2, after=after), Limits(queue_size=4))
     async with client_of(engine) as http:
         session = await begin(http)
         refused = await post(http, session, camera, key="long")
@@ -170,7 +170,7 @@ async def test_a_store_that_goes_away_in_the_middle(model: WorldModel, camera: o
 
 
 async def test_a_cut_request_does_not_go_on_where_others_went(model: WorldModel) -> None:
-    engine = Engine(model, BreakingStore(2, after=False), Limits(queue_size=4, hot_sessions=4, keep_snapshots=2))
+    engine = Engine(model, BreakingStore(2, after=False), Limits(queue_size=4))
     async with client_of(engine) as http:
         session = await begin(http)
         await post(http, session, path(72), key="cut")
@@ -181,8 +181,8 @@ async def test_a_cut_request_does_not_go_on_where_others_went(model: WorldModel)
     engine.close()
 
 
-async def test_the_later_opener_wins(model: WorldModel, memory: MemoryStore) -> None:
-    engines = [Engine(model, memory, Limits(queue_size=4, hot_sessions=4, keep_snapshots=2)) for _ in range(2)]
+async def test_servers_take_turns(model: WorldModel, memory: MemoryStore) -> None:
+    engines = [Engine(model, memory, Limits(queue_size=4)) for _ in range(2)]
     async with client_of(engines[0]) as here, client_of(engines[1]) as there:
         session = await begin(here)
         taken = digests(await post(here, session, path(24)))
@@ -193,16 +193,24 @@ async def test_the_later_opener_wins(model: WorldModel, memory: MemoryStore) -> 
         engine.close()
 
 
+def _take_over(store: MemoryStore, session_id: str) -> None:
+    """As another server does once the lease has lapsed."""
+    fence = store.read(session_id)[2]
+    assert fence is not None
+    store.release(session_id, fence)
+    store.acquire(session_id, Holder("another"), 10)
+
+
 async def test_a_server_that_was_overtaken_can_not_commit(model: WorldModel, memory: MemoryStore) -> None:
     class Overtaken(BreakingModel):
         def generate(
             self, conditions: Conditions, state: State, index: int, camera: ChunkCamera, seed: int
         ) -> ChunkOutput:
             if index == 1:
-                memory.open(session.rsplit("/", 1)[1])
+                _take_over(memory, session.rsplit("/", 1)[1])
             return self._model.generate(conditions, state, index, camera, seed)
 
-    engine = Engine(Overtaken(model, at=0), memory, Limits(queue_size=4, hot_sessions=4, keep_snapshots=2))  # type: ignore[arg-type]
+    engine = Engine(Overtaken(model, at=0), memory, Limits(queue_size=4))  # type: ignore[arg-type]
     async with client_of(engine) as http:
         session = await begin(http)
         refused = await post(http, session, path(72))

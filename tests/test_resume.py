@@ -44,10 +44,13 @@ class Host:
 def host(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     """A server on the embedded default, and one on a separate redis-server given by URL."""
     options = [] if request.param == "embedded" else ["--state-url", request.getfixturevalue("redis_server")]
-    host = Host(tmp_path_factory.mktemp("data"), options)
-    yield host
-    host.client.close()
-    host.server.stop()
+    with pytest.MonkeyPatch.context() as environment:
+        # the same name after a restart: nobody waits for the lease of the server that was killed
+        environment.setenv("LONGTAKE_REPLICA_ID", "host")
+        host = Host(tmp_path_factory.mktemp("data"), options)
+        yield host
+        host.client.close()
+        host.server.stop()
 
 
 @pytest.fixture(scope="module")

@@ -52,7 +52,7 @@ async def test_poses_become_chunks_and_the_rest_waits(http: httpx.AsyncClient) -
     assert (body["pending_poses"], body["next_chunk"], body["next_frame"]) == (5, 2, 54)
     standing = (await http.get(session)).json()
     assert (standing["pending_poses"], standing["next_chunk"], standing["next_frame"]) == (5, 2, 54)
-    for stage in ("queue", "condition", "denoise", "decode", "encode", "snapshot"):
+    for stage in ("queue", "condition", "denoise", "decode", "encode", "digest", "upload"):
         assert body["data"][0]["timings_ms"][stage] >= 0
 
 
@@ -193,6 +193,7 @@ async def test_the_schema_names_every_route(http: httpx.AsyncClient) -> None:
     operations = {operation["operationId"] for methods in schema["paths"].values() for operation in methods.values()}
     assert operations == {
         "createSession", "listSessions", "getSession", "deleteSession", "getSessionVideo",
+        "forkSession", "rewindSession", "getSessionEvents", "getChunkLatents",
         "postChunks", "listChunks", "getChunk", "getChunkVideo", "getChunkFrames",
         "listModels", "health", "readiness", "metrics",
     }  # fmt: skip

@@ -57,7 +57,7 @@ async def test_actions_in_pieces(
 async def test_a_session_dropped_from_memory_between_requests(
     model: WorldModel, http: httpx.AsyncClient, whole: dict[str, list[tuple[int, str, str]]]
 ) -> None:
-    engine = Engine(model, MemoryStore(), Limits(queue_size=4, hot_sessions=1, keep_snapshots=1))
+    engine = Engine(model, MemoryStore(), Limits(queue_size=4))
     async with client_of(engine) as small:
         session, other = await begin(small), await begin(small)
         found = []

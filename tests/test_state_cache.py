@@ -1,20 +1,22 @@
 """Commits and requests: one atomic step, every refusal, on every store."""
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import msgspec
 import pytest
 import torch
-from store_fixtures import make_chunk, make_cursor, make_request, make_session, make_snapshot, make_step
+from store_fixtures import make_chunk, make_cursor, make_request, make_session, make_step, make_text, take
 
 from longtake.state_cache import (
     Arena,
     BlobRef,
     BlobsMissing,
     ChunkNotFound,
+    ChunkRecord,
     Commit,
+    Cursor,
     Fence,
     Fenced,
     HeadConflict,
@@ -32,30 +34,27 @@ from longtake.state_cache import (
 
 def test_a_commit_is_read_back_whole(any_store: Store) -> None:
     session_id = make_session(any_store)
-    fence = any_store.open(session_id)
-    commit = replace(
-        make_step(any_store, session_id, fence, 0),
-        snapshot=make_snapshot(any_store, session_id, 1.0),
-        key="key 1",
-        request=make_request("print", done=False),
-    )
+    fence = take(any_store, session_id)
+    text = make_text(any_store, session_id, 1.0)
+    step = make_step(any_store, session_id, fence, 0, text=text)
+    commit = replace(step, key="key 1", request=make_request("print", done=False))
     any_store.commit(commit)
 
     record, head, in_force = any_store.read(session_id)
     assert (record.prompt, head.chunk, head.revision, head.cursor) == ("a beach", 0, 0, commit.cursor)
     assert in_force == fence
     assert any_store.chunk(session_id, 0) == commit.chunk
-    assert any_store.snapshots(session_id) == {0: commit.snapshot}
+    assert any_store.snapshots(session_id) == {}
     assert any_store.request(session_id, "key 1") == commit.request
     assert any_store.request(session_id, "key 2") is None
     assert load_file(any_store, session_id, any_store.chunk(session_id, 0).segment) == b"segment 0"
-    state = load_tensors(any_store, session_id, any_store.snapshots(session_id)[0])
-    assert torch.equal(state["blocks.0.kv"], torch.full((2, 3), 1.0))
+    assert head.cursor.text == text
+    assert torch.equal(load_tensors(any_store, session_id, text)["text"], torch.full((2, 4), 1.0))
 
 
 def test_a_commit_without_chunk_moves_the_cursor_only(any_store: Store) -> None:
     session_id = make_session(any_store)
-    fence = any_store.open(session_id)
+    fence = take(any_store, session_id)
     any_store.commit(
         Commit(session_id=session_id, fence=fence, revision=0, expected_head=-1, cursor=make_cursor("moved"))
     )
@@ -65,18 +64,31 @@ def test_a_commit_without_chunk_moves_the_cursor_only(any_store: Store) -> None:
 
 def test_chunks_are_listed_by_range(any_store: Store) -> None:
     session_id = make_session(any_store)
-    fence = any_store.open(session_id)
+    fence = take(any_store, session_id)
     for index in range(12):
         any_store.commit(make_step(any_store, session_id, fence, index))
     assert [chunk.index for chunk in any_store.chunks(session_id, 0, 1 << 40)] == list(range(12))
     assert [chunk.index for chunk in any_store.chunks(session_id, 9, 11)] == [9, 10]
+    assert [chunk.index for chunk in any_store.chunks(session_id, -5, 2)] == [0, 1]
     assert any_store.chunks(session_id, 12, 20) == []
-    with pytest.raises(ChunkNotFound):
-        any_store.chunk(session_id, 12)
+    for index in (-1, 12):
+        with pytest.raises(ChunkNotFound):
+            any_store.chunk(session_id, index)
 
 
 Spoil = Callable[[Commit], Commit]
 FOREIGN = BlobRef("0" * 32, 5)
+
+
+def with_foreign_latents(commit: Commit) -> ChunkRecord:
+    assert commit.chunk is not None
+    return msgspec.structs.replace(commit.chunk, latents=Arena((), (FOREIGN,)))
+
+
+def with_foreign_text(cursor: Cursor) -> Cursor:
+    return msgspec.structs.replace(cursor, text=Arena((), (FOREIGN,)))
+
+
 REFUSALS: dict[str, tuple[type[Exception], Spoil]] = {
     "unknown session": (SessionNotFound, lambda commit: replace(commit, session_id=new_session_id())),
     "malformed session": (SessionNotFound, lambda commit: replace(commit, session_id="ses_{x}:\r\n")),
@@ -84,7 +96,8 @@ REFUSALS: dict[str, tuple[type[Exception], Spoil]] = {
     "other nonce, same token": (Fenced, lambda commit: replace(commit, fence=Fence(commit.fence.token, "0" * 32))),
     "wrong head": (HeadConflict, lambda commit: replace(commit, chunk=None, expected_head=5)),
     "wrong revision": (HeadConflict, lambda commit: replace(commit, revision=1)),
-    "missing blob": (BlobsMissing, lambda commit: replace(commit, snapshot=Arena((), (FOREIGN,)))),
+    "missing blob": (BlobsMissing, lambda commit: replace(commit, chunk=with_foreign_latents(commit))),
+    "missing text": (BlobsMissing, lambda commit: replace(commit, cursor=with_foreign_text(commit.cursor))),
     "key of another request": (
         KeyReused,
         lambda commit: replace(commit, key="open key", request=make_request("other", done=False)),
@@ -100,24 +113,24 @@ REFUSALS: dict[str, tuple[type[Exception], Spoil]] = {
 def test_a_refused_commit_changes_nothing(any_store: Store, name: str) -> None:
     error, spoil = REFUSALS[name]
     session_id = make_session(any_store)
-    fence = any_store.open(session_id)
+    fence = take(any_store, session_id)
     for index, (key, done) in enumerate([("open key", False), ("done key", True)]):
         known = make_step(any_store, session_id, fence, index)
         any_store.commit(replace(known, key=key, request=make_request("print", done=done)))
-    before = (any_store.read(session_id), any_store.snapshots(session_id), any_store.chunks(session_id, 0, 9))
+    before = (any_store.read(session_id), any_store.chunks(session_id, 0, 9))
 
-    commit = replace(make_step(any_store, session_id, fence, 2), snapshot=make_snapshot(any_store, session_id, 2.0))
+    commit = make_step(any_store, session_id, fence, 2)
     with pytest.raises(error):
         any_store.commit(spoil(commit))
 
-    assert (any_store.read(session_id), any_store.snapshots(session_id), any_store.chunks(session_id, 0, 9)) == before
+    assert (any_store.read(session_id), any_store.chunks(session_id, 0, 9)) == before
     assert any_store.request(session_id, "open key") == make_request("print", done=False)
     any_store.commit(commit)
 
 
 def test_a_conflict_says_where_the_session_stands(any_store: Store) -> None:
     session_id = make_session(any_store)
-    fence = any_store.open(session_id)
+    fence = take(any_store, session_id)
     any_store.commit(make_step(any_store, session_id, fence, 0))
     with pytest.raises(HeadConflict) as conflict:
         any_store.commit(make_step(any_store, session_id, fence, 0))
@@ -126,25 +139,31 @@ def test_a_conflict_says_where_the_session_stands(any_store: Store) -> None:
 
 def test_refusals_come_in_order(any_store: Store) -> None:
     session_id = make_session(any_store)
-    fence = any_store.open(session_id)
+    fence = take(any_store, session_id)
     any_store.commit(
         replace(make_step(any_store, session_id, fence, 0), key="key", request=make_request("print", done=True))
     )
     late = Commit(
-        session_id=session_id, fence=Fence(0, ""), revision=3, expected_head=8, cursor=make_cursor(),
-        snapshot=Arena((), (FOREIGN,)), key="key", request=make_request("print", done=True),
+        session_id=session_id, fence=Fence(0, ""), revision=3, expected_head=8, cursor=with_foreign_text(make_cursor()),
+        key="key", request=make_request("other", done=True),
     )  # fmt: skip
-    with pytest.raises(RequestDone):
+    with pytest.raises(KeyReused):
         any_store.commit(late)
+    with pytest.raises(RequestDone):
+        any_store.commit(replace(late, request=make_request("print", done=True)))
+    late = replace(late, key="new")
     with pytest.raises(Fenced):
-        any_store.commit(replace(late, key="new"))
+        any_store.commit(late)
+    late = replace(late, fence=fence)
     with pytest.raises(HeadConflict):
-        any_store.commit(replace(late, key="new", fence=fence))
+        any_store.commit(late)
+    with pytest.raises(BlobsMissing):
+        any_store.commit(replace(late, revision=0, expected_head=0))
 
 
 def test_a_keyed_request_goes_on_until_done(any_store: Store) -> None:
     session_id = make_session(any_store)
-    fence = any_store.open(session_id)
+    fence = take(any_store, session_id)
     any_store.commit(
         replace(make_step(any_store, session_id, fence, 0), key="key", request=make_request("print", done=False))
     )
@@ -153,45 +172,9 @@ def test_a_keyed_request_goes_on_until_done(any_store: Store) -> None:
     assert any_store.request(session_id, "key") == last
 
 
-def test_the_last_opener_wins(any_store: Store) -> None:
-    session_id = make_session(any_store)
-    assert any_store.read(session_id)[2] is None
-    first, second = any_store.open(session_id), any_store.open(session_id)
-    assert (second.token, len(second.nonce)) == (first.token + 1, 32)
-    with pytest.raises(Fenced):
-        any_store.commit(make_step(any_store, session_id, first, 0))
-    with pytest.raises(Fenced):
-        any_store.prune_snapshots(session_id, first, 0)
-    any_store.commit(make_step(any_store, session_id, second, 0))
-
-
-def test_rival_committers_have_one_winner_a_chunk(any_store: Store) -> None:
-    session_id = make_session(any_store)
-    rivals, rounds = 4, 6
-    barrier = threading.Barrier(rivals)
-
-    def compete(rival: int) -> list[tuple[int, int]]:
-        won = []
-        for index in range(rounds):
-            commit = make_step(any_store, session_id, any_store.open(session_id), index, seed=100 * rival + index)
-            barrier.wait(10)
-            try:
-                any_store.commit(commit)
-                won.append((index, commit.chunk.seed if commit.chunk else -1))
-            except Fenced:
-                pass
-            barrier.wait(10)
-        return won
-
-    with ThreadPoolExecutor(rivals) as pool:
-        wins = sorted(win for won in pool.map(compete, range(rivals)) for win in won)
-    assert [index for index, _ in wins] == list(range(rounds))
-    assert [(chunk.index, chunk.seed) for chunk in any_store.chunks(session_id, 0, rounds)] == wins
-
-
 def test_rivals_with_one_fence_have_one_winner(any_store: Store) -> None:
     session_id = make_session(any_store)
-    fence = any_store.open(session_id)
+    fence = take(any_store, session_id)
     commits = [make_step(any_store, session_id, fence, 0, seed=seed) for seed in range(8)]
 
     def attempt(commit: Commit) -> bool:
@@ -218,3 +201,14 @@ def test_session_ids_are_distinct_and_carry_their_lineage() -> None:
     assert len({lineage_of(session_id) for session_id in ids}) == 100
     parent = ids.pop()
     assert lineage_of(new_session_id(lineage_of(parent))) == lineage_of(parent)
+
+
+def test_records_can_not_be_changed_from_outside(any_store: Store) -> None:
+    session_id = make_session(any_store)
+    fence = take(any_store, session_id)
+    chunk = make_chunk(any_store, session_id, 0)
+    any_store.commit(replace(make_step(any_store, session_id, fence, 0), chunk=chunk, cursor=chunk.cursor()))
+    for controller in (chunk.controller, any_store.read(session_id)[1].cursor.controller):
+        controller["name"] = "changed"
+    assert any_store.read(session_id)[1].cursor.controller["name"] == "after 0"
+    assert any_store.chunk(session_id, 0).controller["name"] == "after 0"

@@ -8,18 +8,32 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from store_fixtures import CALLS, Probe, RedisProbe, furnish, make_session, make_step
+from store_fixtures import (
+    CALLS,
+    HOLDER,
+    RIVAL,
+    check_whole,
+    furnish,
+    make_fork,
+    make_rewind,
+    make_session,
+    make_step,
+    take,
+)
+from store_probes import Probe, RedisProbe
 
 from longtake.state_cache import (
+    SCHEMA,
     Fence,
     Fenced,
+    LeaseHeld,
     MemoryStore,
+    Retention,
     SessionExists,
     SessionNotFound,
     Store,
     lineage_of,
     load_file,
-    load_tensors,
     new_session_id,
 )
 
@@ -38,7 +52,9 @@ def test_a_session_without_a_lifetime_never_expires(probe: Probe) -> None:
 
 
 USES: dict[str, Callable[[Store, str, Fence], object]] = {
-    "open": lambda store, session_id, _: store.open(session_id),
+    "acquire": lambda store, session_id, _: store.acquire(session_id, HOLDER, 60),
+    "acquire again": lambda store, session_id, fence: store.acquire(session_id, HOLDER, 60, fence),
+    "rewind": lambda store, session_id, fence: store.rewind(make_rewind(store, session_id, fence, -1)),
     "commit a chunk": lambda store, session_id, fence: store.commit(make_step(store, session_id, fence, 0)),
     "commit a cursor": lambda store, session_id, fence: store.commit(
         replace(make_step(store, session_id, fence, 0), chunk=None)
@@ -50,7 +66,7 @@ USES: dict[str, Callable[[Store, str, Fence], object]] = {
 def test_using_a_session_puts_its_expiry_off(probe: Probe, use: str) -> None:
     session_id = make_session(probe.store, ttl_s=3600)
     assert seconds_left(probe.store, session_id) == pytest.approx(3600, abs=60)
-    fence = probe.store.open(session_id)
+    fence = take(probe.store, session_id)
     probe.set_expiry(session_id, 60)
     USES[use](probe.store, session_id, fence)
     assert seconds_left(probe.store, session_id) == pytest.approx(3600, abs=60)
@@ -60,8 +76,10 @@ def test_reading_and_failing_do_not_put_the_expiry_off(probe: Probe) -> None:
     store, session_id = probe.store, furnish(probe.store, ttl_s=3600)
     probe.set_expiry(session_id, 60)
     before = store.read(session_id)[1].expires_at
-    for call in ("read", "chunk", "chunks", "request", "snapshots"):
+    for call in ("read", "chunk", "chunks", "request", "snapshots", "forks"):
         CALLS[call](store, session_id)
+    with pytest.raises(LeaseHeld):
+        store.acquire(session_id, RIVAL, 60)
     with pytest.raises(Fenced):
         store.commit(make_step(store, session_id, Fence(9, ""), 3))
     with pytest.raises(SessionExists):
@@ -91,7 +109,7 @@ def test_a_lifetime_passes_by_the_clock_of_the_store(probe: Probe) -> None:
     probe.set_expiry(session_id, 0.05)
     threading.Event().wait(0.06)
     with pytest.raises(SessionNotFound):
-        probe.store.open(session_id)
+        take(probe.store, session_id)
     assert probe.store.sweep() == 1
 
 
@@ -100,7 +118,7 @@ def test_a_lifetime_in_memory_passes_by_the_given_clock() -> None:
     store = MemoryStore(lambda: now)
     session_id = make_session(store, ttl_s=10)
     now = 59.0
-    fence = store.open(session_id)
+    fence = take(store, session_id)
     now = 68.0
     store.commit(make_step(store, session_id, fence, 0))
     now = 77.9
@@ -116,8 +134,9 @@ def test_sweeping_leaves_nothing_behind(probe: Probe, owner: str) -> None:
     session_id = furnish(probe.store, owner=owner, ttl_s=60)
     probe.set_expiry(session_id, -1)
     assert probe.store.sweep() == 1
-    assert probe.keys() == set()
     assert probe.store.sweep() == 0
+    probe.store.collect(lineage_of(session_id), Retention())
+    assert probe.keys() == set()
 
 
 def test_sweeping_takes_as_many_as_asked(probe: Probe) -> None:
@@ -129,20 +148,27 @@ def test_sweeping_takes_as_many_as_asked(probe: Probe) -> None:
 
 
 @pytest.mark.parametrize("expired", ["parent", "fork"])
-def test_sweeping_spares_the_blobs_of_a_sibling(probe: Probe, expired: str) -> None:
-    store = probe.store
-    parent = furnish(store, ttl_s=60)
-    fork = furnish(store, new_session_id(lineage_of(parent)), ttl_s=60)
+def test_sweeping_spares_what_another_session_needs(probe: Probe, expired: str) -> None:
+    store, parent = probe.store, furnish(probe.store, ttl_s=60)
+    fork = make_fork(store, parent, 1, ttl_s=60)
     gone, kept = (parent, fork) if expired == "parent" else (fork, parent)
     probe.set_expiry(gone, -1)
     assert store.sweep() == 1
-    for chunk in store.chunks(kept, 0, 3):
-        assert load_file(store, kept, chunk.segment) == b"segment %d" % chunk.index
-    assert all(load_tensors(store, kept, arena) for arena in store.snapshots(kept).values())
-    assert load_tensors(store, kept, store.read(kept)[0].conditions)
+    store.collect(lineage_of(kept), Retention())
+    check_whole(store, kept)
     probe.set_expiry(kept, -1)
     assert store.sweep() == 1
+    store.collect(lineage_of(kept), Retention())
     assert probe.keys() == set()
+
+
+def test_what_an_expired_session_needs_stays_until_it_is_swept(probe: Probe) -> None:
+    store, session_id = probe.store, furnish(probe.store, ttl_s=60)
+    probe.set_expiry(session_id, -1)
+    store.collect(lineage_of(session_id), Retention(snapshots=9))
+    probe.set_expiry(session_id, 60)
+    check_whole(store, session_id)
+    assert len(store.snapshots(session_id)) == 3
 
 
 def test_sweepers_at_once_drop_each_session_once(probe: Probe) -> None:
@@ -158,6 +184,8 @@ def test_sweepers_at_once_drop_each_session_once(probe: Probe) -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert sum(pool.map(sweep, range(4))) == len(made)
+    for session_id in lineages:
+        store.collect(lineage_of(session_id), Retention())
     assert probe.keys() == set()
 
 
@@ -172,7 +200,7 @@ def test_a_commit_against_a_sweep_wins_or_finds_nothing(probe: Probe) -> None:
     with ThreadPoolExecutor(1) as pool:
         for round_ in range(20):
             session_id = make_session(store, ttl_s=60)
-            commit = make_step(store, session_id, store.open(session_id), 0)
+            commit = make_step(store, session_id, take(store, session_id), 0)
             sweeping = pool.submit(sweep)
             probe.set_expiry(session_id, 0.001 * (round_ % 4))
             barrier.wait(10)
@@ -180,6 +208,7 @@ def test_a_commit_against_a_sweep_wins_or_finds_nothing(probe: Probe) -> None:
                 store.commit(commit)
             except SessionNotFound:
                 assert sweeping.result(30) + store.sweep() == 1
+                store.collect(lineage_of(session_id), Retention())
                 assert session_id not in " ".join(probe.keys())
             else:
                 assert sweeping.result(30) == 0
@@ -223,7 +252,7 @@ def test_an_expired_session_that_can_not_be_read_is_left_alone(probe: Probe) -> 
     damaged, other = (make_session(probe.store, ttl_s=60) for _ in range(2))
     probe.set_expiry(damaged, -2)
     probe.set_expiry(other, -1)
-    probe.overwrite_session(damaged, msgspec.msgpack.encode({"schema": 2}))
+    probe.overwrite_session(damaged, msgspec.msgpack.encode({"schema": SCHEMA + 1}))
     assert probe.store.sweep() == 1
     names = " ".join(probe.keys())
     assert damaged in names
@@ -264,24 +293,6 @@ def test_the_claim_of_an_expired_session_is_free(probe: Probe) -> None:
     assert store.sweep() == 0
     assert store.claim(old, "third", new_session_id()) == ("other", new)
     store.delete(new)
+    for session_id in (old, new):
+        store.collect(lineage_of(session_id), Retention())
     assert probe.keys() == set()
-
-
-def test_sessions_of_earlier_versions_go_on(redis_server: str) -> None:
-    probe = RedisProbe(redis_server)
-    store, session_id = probe.store, make_session(probe.store)
-    record = msgspec.to_builtins(store.read(session_id)[0])
-    probe.overwrite_session(session_id, msgspec.msgpack.encode(without(record, "owner", "ttl_s")))
-    probe.raw.hdel(probe.head(session_id), "owner")
-    session, head, _ = store.read(session_id)
-    assert (session.owner, session.ttl_s, head.expires_at) == ("", None, None)
-    store.commit(make_step(store, session_id, store.open(session_id), 0))
-    assert (store.sweep(), store.list(9)) == (0, [session_id])
-    store.delete(session_id)
-    assert probe.keys() == set()
-    probe.close()
-
-
-def without(record: dict[str, object], *names: str) -> dict[str, object]:
-    assert record.keys() >= set(names)
-    return {name: value for name, value in record.items() if name not in names}

@@ -7,28 +7,24 @@ import socketserver
 import tempfile
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from redis.connection import PythonRespSerializer
-from store_fixtures import (
-    RedisProbe,
-    make_cursor,
-    make_session,
-    make_snapshot,
-    make_step,
-)
+from store_fixtures import make_cursor, make_rewind, make_session, make_snapshot, make_step, take
+from store_probes import RedisProbe
 
 from longtake.state_cache import (
     Commit,
     RedisStore,
+    Retention,
     StoreFull,
     StoreUnavailable,
     StoreUnsuitable,
+    lineage_of,
     new_session_id,
 )
-from longtake.state_cache.client import _to_bytes
+from longtake.state_cache.connections import to_bytes
 
 
 class LosesAnswers(socketserver.BaseRequestHandler):
@@ -64,9 +60,11 @@ def test_a_full_server_refuses_writes_and_still_frees(redis_server: str) -> None
     probe = RedisProbe(redis_server)
     store = probe.store
     session_id = make_session(store)
-    fence = store.open(session_id)
-    commit = replace(make_step(store, session_id, fence, 0), snapshot=make_snapshot(store, session_id, 1.0))
+    fence = take(store, session_id)
+    commit = make_step(store, session_id, fence, 0)
     store.commit(commit)
+    snapshot = make_snapshot(store, session_id, 1.0)
+    store.attach(session_id, fence, 0, 0, snapshot)
     expired, alive = (make_session(store, ttl_s=60) for _ in range(2))
     probe.set_expiry(expired, -1)
     probe.set_due(alive, 1)
@@ -79,8 +77,15 @@ def test_a_full_server_refuses_writes_and_still_frees(redis_server: str) -> None
         with pytest.raises(StoreFull):
             store.commit(Commit(session_id=session_id, fence=fence, revision=0, expected_head=0, cursor=make_cursor()))
         assert store.chunk(session_id, 0) == commit.chunk
-        store.prune_snapshots(session_id, fence, 0)
+        with pytest.raises(StoreFull):
+            store.attach(session_id, fence, 0, 0, snapshot)
+        with pytest.raises(StoreFull):
+            store.rewind(make_rewind(store, session_id, fence, -1))
+        store.renew(session_id, fence, 60)
+        store.release(session_id, fence)
         store.delete(session_id)
+        for name in (session_id, expired, alive):
+            store.collect(lineage_of(name), Retention())
     finally:
         probe.raw.config_set("maxmemory", 0)
     assert probe.keys() == set()
@@ -127,7 +132,7 @@ def test_scripts_survive_being_flushed(redis_server: str) -> None:
     probe = RedisProbe(redis_server)
     session_id = make_session(probe.store)
     probe.raw.script_flush()
-    probe.store.commit(make_step(probe.store, session_id, probe.store.open(session_id), 0))
+    probe.store.commit(make_step(probe.store, session_id, take(probe.store, session_id), 0))
     assert probe.store.read(session_id)[1].chunk == 0
     probe.close()
 
@@ -143,18 +148,18 @@ def test_a_closed_connection_is_replaced(redis_server: str) -> None:
 def test_a_step_whose_answer_is_lost_is_not_repeated(redis_server: str) -> None:
     direct = RedisProbe(redis_server)
     session_id = make_session(direct.store)
-    assert direct.store.open(session_id).token == 1
+    assert take(direct.store, session_id).token == 1
     with lossy_proxy(redis_server.removeprefix("unix://")) as proxy:
         store = RedisStore(f"unix://{proxy}", direct.prefix)
         with pytest.raises(StoreUnavailable):
-            store.open(session_id)
+            take(store, session_id)
         store.close()
-    assert direct.store.open(session_id).token == 3
+    assert take(direct.store, session_id).token == 3
     direct.close()
 
 
 def test_large_values_are_sent_without_a_copy() -> None:
     data = memoryview(bytearray(10_000))
-    packed = PythonRespSerializer(6000, _to_bytes).pack("SET", "key", data, "PX", 600)
+    packed = PythonRespSerializer(6000, to_bytes).pack("SET", "key", data, "PX", 600)
     assert any(part is data for part in packed)
     assert b"".join(packed).startswith(b"*5\r\n$3\r\nSET\r\n$3\r\nkey\r\n$10000\r\n")

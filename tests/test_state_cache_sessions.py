@@ -2,22 +2,23 @@
 
 import msgspec
 import pytest
-from store_fixtures import CALLS, Probe, RedisProbe, furnish, make_cursor, make_session, make_step
+from store_fixtures import CALLS, check_whole, furnish, make_cursor, make_fork, make_session, take, write
+from store_probes import Probe, RedisProbe
 
 from longtake.state_cache import (
     BlobsMissing,
+    Retention,
     SessionExists,
     SessionNotFound,
     Store,
     lineage_of,
-    load_file,
     new_session_id,
 )
 
 
 def test_creating_twice_or_without_blobs_is_refused(probe: Probe) -> None:
     store, session_id = probe.store, make_session(probe.store)
-    store.open(session_id)
+    take(store, session_id)
     record = store.read(session_id)[0]
     with pytest.raises(SessionExists):
         store.create(record, make_cursor("other"))
@@ -93,19 +94,26 @@ def test_deleting_leaves_nothing_behind(probe: Probe, owner: str, ttl_s: int | N
     session_id = furnish(store, owner=owner, ttl_s=ttl_s)
     assert probe.keys()
     store.delete(session_id)
-    assert probe.keys() == set()
     assert store.list(9, owner=owner) == []
+    store.collect(lineage_of(session_id), Retention())
+    assert probe.keys() == set()
 
 
-def test_deleting_spares_the_blobs_of_a_sibling(probe: Probe) -> None:
-    store = probe.store
-    parent = make_session(store)
-    fork = make_session(store, new_session_id(lineage_of(parent)))
-    for session_id in (parent, fork):
-        store.commit(make_step(store, session_id, store.open(session_id), 0))
-    store.delete(parent)
-    assert load_file(store, fork, store.chunk(fork, 0).segment) == b"segment 0"
-    store.delete(fork)
+@pytest.mark.parametrize("gone", ["parent", "fork"])
+def test_deleting_spares_what_another_session_needs(probe: Probe, gone: str) -> None:
+    store, parent = probe.store, make_session(probe.store)
+    write(store, parent, take(store, parent), 3)
+    fork = make_fork(store, parent, 1)
+    write(store, fork, take(store, fork), 2, seeds=100)
+    first, last = (parent, fork) if gone == "parent" else (fork, parent)
+    store.delete(first)
+    check_whole(store, last)
+    assert store.forks(last) == {}
+    store.collect(lineage_of(last), Retention())
+    check_whole(store, last)
+    write(store, last, take(store, last), 1, seeds=200)
+    store.delete(last)
+    store.collect(lineage_of(last), Retention())
     assert probe.keys() == set()
 
 

@@ -49,7 +49,7 @@ async def test_every_piece_plays_as_soon_as_it_comes(
 
 async def test_a_failure_before_the_first_piece_is_a_problem(http: httpx.AsyncClient) -> None:
     session = await begin(http)
-    answer = await http.post(f"{session}/chunks", content=body(24, expected_chunk=4), headers=MP4)
+    answer = await http.post(f"{session}/chunks", content=body(24, expected_frame=4), headers=MP4)
     assert (answer.status_code, Problem.model_validate_json(answer.content).code) == (409, "chunk_conflict")
 
 

@@ -54,7 +54,7 @@ class HeldModel:
 
 async def test_a_full_queue_refuses_and_loses_nothing(model: WorldModel, memory: MemoryStore) -> None:
     held = HeldModel(model)
-    engine = Engine(held, memory, Limits(queue_size=2, hot_sessions=4, keep_snapshots=2))  # type: ignore[arg-type]
+    engine = Engine(held, memory, Limits(queue_size=2))  # type: ignore[arg-type]
     async with client_of(engine) as http:
         sessions = [await begin(http) for _ in range(3)]
         waiting = [asyncio.create_task(post(http, session, path(24))) for session in sessions[:2]]
@@ -72,7 +72,7 @@ async def test_a_full_queue_refuses_and_loses_nothing(model: WorldModel, memory:
 
 
 async def test_a_closed_engine_finishes_and_admits_nothing(model: WorldModel, memory: MemoryStore) -> None:
-    engine = Engine(model, memory, Limits(queue_size=2, hot_sessions=4, keep_snapshots=2))
+    engine = Engine(model, memory, Limits(queue_size=2))
     async with client_of(engine) as http:
         session = await begin(http)
         running = asyncio.create_task(post(http, session, path(48)))
@@ -96,7 +96,7 @@ async def test_sessions_take_turns_chunk_by_chunk(model: WorldModel, memory: Mem
             return output
 
     held = Watched(model)
-    engine = Engine(held, memory, Limits(queue_size=2, hot_sessions=4, keep_snapshots=2))  # type: ignore[arg-type]
+    engine = Engine(held, memory, Limits(queue_size=2))  # type: ignore[arg-type]
     async with client_of(engine) as http:
         sessions = [await begin(http, seed=seed) for seed in (1, 2)]
         requests = [asyncio.create_task(post(http, session, path(72))) for session in sessions]

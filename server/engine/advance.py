@@ -6,90 +6,54 @@ A request may be cancelled at any point: chunks not yet committed are dropped, a
 import asyncio
 import logging
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+
+import msgspec
 
 from longtake.api_schemas.problems import ProblemError
-from longtake.api_schemas.resources import Advanced, PostChunks
+from longtake.api_schemas.resources import PostChunks
 from longtake.server.engine.command import Command, Uploads, read_command
+from longtake.server.engine.events import Events
 from longtake.server.engine.keys import RunningKeys
+from longtake.server.engine.leases import Leases
 from longtake.server.engine.limits import Limits
 from longtake.server.engine.metrics import Metrics
-from longtake.server.engine.plan import Plan, next_frame, pending_count, plan_request
+from longtake.server.engine.plan import Plan, pending_count, plan_request
+from longtake.server.engine.prompts import load_text, with_prompt
 from longtake.server.engine.publish import Making, Published, publish
-from longtake.server.engine.restore import restore
-from longtake.server.engine.sessions import HotSessions, Live
+from longtake.server.engine.resume import Resumer
+from longtake.server.engine.snapshots import Snapshot, Snapshots
 from longtake.server.engine.store_calls import StoreCalls
+from longtake.server.engine.task import Delivery, Outcome, Task, check_position, request_key
+from longtake.server.engine.tiers import Live, Tiers
 from longtake.server.engine.track import SessionCamera
 from longtake.server.engine.views import advanced_view
 from longtake.server.engine.workers import Workers
-from longtake.server.model.world import ChunkCamera, ChunkOutput, Conditions, State, WorldModel
-from longtake.state_cache import ChunkRecord, Commit, Cursor, Fence, Fingerprint, Head, RequestRecord, SessionRecord
+from longtake.server.model.world import ChunkCamera, ChunkOutput, State, WorldModel
+from longtake.state_cache import ChunkRecord, Fingerprint, Head, RequestRecord, SessionRecord, failpoint
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Delivery:
-    """How a client wants its chunks.
+@dataclass
+class Run:
+    """A task being carried out: what it began with, the state after its last computed chunk, what it has committed.
 
-    Attributes:
-        on_commit: called with every chunk of the request, in order, as soon as it is durable.
-        hurry: let nothing else compute for the request until its first chunk is committed.
+    `snapshot` is the last chunk with a snapshot.
     """
 
-    on_commit: Callable[[ChunkRecord], None]
-    hurry: bool
-
-
-AT_THE_END = Delivery(on_commit=lambda _: None, hurry=False)
-"""All chunks in one answer."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The answer to a request; `commit_ms` is what this attempt spent in commits."""
-
-    answer: Advanced
-    replayed: bool = False
-    commit_ms: float = 0.0
-
-
-@dataclass(frozen=True)
-class Task:
-    """One request against one session as it stands, with what earlier attempts at the request have done."""
-
-    session: SessionRecord
-    head: Head
-    camera: SessionCamera
-    command: Command
-    plan: Plan
-    key: str | None
-    progress: RequestRecord | None
+    task: Task
+    live: Live
+    earlier: list[ChunkRecord]
+    delivery: Delivery
+    state: State
+    snapshot: int
+    published: list[Published] = field(default_factory=list)
 
     @property
-    def done(self) -> bool:
-        """Whether an earlier attempt carried the whole request through."""
-        return self.progress is not None and self.progress.done
-
-    @property
-    def first_chunk(self) -> int:
-        """Index of the request's first chunk."""
-        return self.head.chunk + 1 if self.progress is None else self.progress.first_chunk
-
-    def request_record(self, chunk: int, frames_used: int, *, done: bool) -> RequestRecord | None:
-        """Progress once `chunk` is the last committed one; nothing without a key."""
-        if self.key is None:
-            return None
-        return RequestRecord(
-            fingerprint=self.command.fingerprint,
-            first_chunk=self.first_chunk,
-            chunks=chunk + 1 - self.first_chunk,
-            frames_used=frames_used,
-            done=done,
-            revision=self.head.revision,
-            pending_poses=pending_count(self.plan.cursor) if done else 0,
-        )
+    def records(self) -> list[ChunkRecord]:
+        """Every chunk of the request so far."""
+        return self.earlier + [chunk.record for chunk in self.published]
 
 
 class Advancer:
@@ -100,7 +64,11 @@ class Advancer:
         model: WorldModel,
         store: StoreCalls,
         workers: Workers,
-        hot: HotSessions,
+        tiers: Tiers,
+        leases: Leases,
+        resumer: Resumer,
+        snapshots: Snapshots,
+        events: Events,
         limits: Limits,
         metrics: Metrics,
     ) -> None:
@@ -108,7 +76,11 @@ class Advancer:
         self._calls = store
         self._store = store.store
         self._workers = workers
-        self._hot = hot
+        self._tiers = tiers
+        self._leases = leases
+        self._resumer = resumer
+        self._snapshots = snapshots
+        self._events = events
         self._limits = limits
         self._metrics = metrics
         self._fingerprint = Fingerprint(model.weights_fingerprint, model.numerics_fingerprint)
@@ -130,8 +102,10 @@ class Advancer:
         """
         with self._keys.claim(session_id, key), self._workers.admitted():
             command = await self._read(request, uploads)
-            async with self._hot.exclusive(session_id):
-                return await self._advance(session_id, command, key, delivery)
+            async with self._tiers.exclusive(session_id):
+                outcome = await self._advance(session_id, command, request_key(key), delivery)
+        failpoint("reply.before")
+        return outcome
 
     async def _read(self, request: PostChunks, uploads: Uploads) -> Command:
         """The request with its files; one without any never waits for those of others."""
@@ -142,33 +116,37 @@ class Advancer:
         return await (self._workers.read_files(read) if uploads else self._workers.io(read, lambda: False))
 
     async def _advance(self, session_id: str, command: Command, key: str | None, delivery: Delivery) -> Outcome:
-        task, fence = await self._task(session_id, command, key)
-        live = self._hot.get(session_id)
-        if not task.done and (live is None or not live.stands_at(fence, task.head)):
-            mine = await self._calls.call(self._store.open, session_id)
-            task, _ = await self._task(session_id, command, key)
-            live = None if task.done else await self._restore(task, mine)
-            self._metrics.resumes.labels("store").inc(live is not None)
-        elif live is not None:
-            self._metrics.resumes.labels("memory").inc()
-        earlier = await self._earlier(task)
-        for record in earlier:
-            delivery.on_commit(record)
-        if task.done or live is None:
-            return self._replay(task, earlier)
-        try:
-            return await self._run(task, live, earlier, delivery)
-        except BaseException:
-            self._hot.drop(session_id)
-            raise
+        task = await self._task(session_id, command, key)
+        if task.done:
+            return self._replay(task, await self._earlier(task, delivery))
+        known = await self._tiers.get(session_id)
+        async with self._leases.held(session_id, known.fence if known else None) as fence:
+            if known is None or not known.stands_at(fence, task.head):
+                # somebody else may have been here since
+                task = await self._task(session_id, command, key)
+            earlier = await self._earlier(task, delivery)
+            if task.done:
+                return self._replay(task, earlier)
+            live = await self._resumer.live(task.session, task.head, fence, known)
+            task, live = await self._prepared(task, live)
+            try:
+                return await self._run(Run(task, live, earlier, delivery, live.state, live.snapshot))
+            except BaseException:
+                self._tiers.drop(session_id)
+                raise
 
-    async def _task(self, session_id: str, command: Command, key: str | None) -> tuple[Task, Fence | None]:
+    async def _task(self, session_id: str, command: Command, key: str | None) -> Task:
         """Read where the session stands and plan the request from there; refuses without having changed anything."""
-        session, head, fence = await self._calls.call(self._store.read, session_id)
+        session, head, _ = await self._calls.call(self._store.read, session_id)
         progress = None if key is None else await self._calls.call(self._store.request, session_id, key)
         if progress is not None and progress.fingerprint != command.fingerprint:
             raise ProblemError("idempotency_key_reused", "this key was used with another request", "Idempotency-Key")
-        _check_position(command.request, head, progress)
+        check_position(command.request, head, progress)
+        return await self._planned(session, head, command, key, progress)
+
+    async def _planned(
+        self, session: SessionRecord, head: Head, command: Command, key: str | None, progress: RequestRecord | None
+    ) -> Task:
         camera = SessionCamera.of(session, self._model.spec)
         used = 0 if progress is None else progress.frames_used
         plan = (
@@ -176,11 +154,28 @@ class Advancer:
             if progress is not None and progress.done
             else await self._workers.io(plan_request, command, head, camera, used)
         )
-        return Task(session, head, camera, command, plan, key, progress), fence
+        return Task(session, head, camera, command, plan, key, progress)
 
-    async def _restore(self, task: Task, fence: Fence) -> Live:
-        conditions, state = await self._calls.call(restore, self._store, self._model, task.session, task.head)
-        return Live(fence, task.head.revision, task.head.chunk, conditions, state)
+    async def _prepared(self, task: Task, live: Live) -> tuple[Task, Live]:
+        """The task planned from what it really begins with: the prompt asked for, and how exact the state is."""
+        cursor = msgspec.structs.replace(task.head.cursor, exact_until=live.exact_until)
+        if task.command.request.prompt is not None:
+            cursor = await self._calls.call(
+                with_prompt,
+                self._store,
+                self._model,
+                task.session,
+                cursor,
+                task.command.request.prompt,
+                self._workers.take_turn,
+            )
+        if cursor.text != task.head.cursor.text:
+            text = await self._calls.call(load_text, self._store, task.session, cursor.text)
+            live = replace(live, conditions=live.conditions.with_text(*text))
+        if cursor != task.head.cursor:
+            head = msgspec.structs.replace(task.head, cursor=cursor)
+            task = await self._planned(task.session, head, task.command, task.key, task.progress)
+        return task, live
 
     def _replay(self, task: Task, records: list[ChunkRecord]) -> Outcome:
         assert task.progress is not None
@@ -188,29 +183,28 @@ class Advancer:
         answer = advanced_view(task.session.id, task.command, records, next_chunk, task.progress.pending_poses)
         return Outcome(answer, replayed=True)
 
-    async def _earlier(self, task: Task) -> list[ChunkRecord]:
-        """Chunks of this request that earlier attempts committed."""
+    async def _earlier(self, task: Task, delivery: Delivery) -> list[ChunkRecord]:
+        """Chunks of this request that earlier attempts committed, handed out once more."""
         if task.progress is None:
             return []
         stop = task.first_chunk + task.progress.chunks
-        return await self._calls.call(self._store.chunks, task.session.id, task.first_chunk, stop)
+        records = await self._calls.call(self._store.chunks, task.session.id, task.first_chunk, stop)
+        for record in records:
+            delivery.on_commit(record)
+        return records
 
-    async def _run(self, task: Task, live: Live, earlier: list[ChunkRecord], delivery: Delivery) -> Outcome:
-        published: list[Published] = []
+    async def _run(self, run: Run) -> Outcome:
+        task = run.task
         try:
-            state = await self._make(task, live, published, delivery)
+            await self._make(run)
             if not task.plan.chunks:
-                request = task.request_record(task.head.chunk, task.plan.frames_used, done=True)
-                step = _step(task, live.fence, task.head.chunk, task.plan.cursor, request)
-                await self._calls.call(self._store.commit, step)
+                await self._calls.call(self._store.commit, task.step(run.live.fence, 0))
         except Exception as error:
-            raise await self._with_progress(error, task, len(earlier) + len(published)) from error
-        head = task.head.chunk + len(published)
-        self._hot.put(task.session.id, replace(live, chunk=head, state=state))
-        records = earlier + [chunk.record for chunk in published]
-        pending = pending_count(task.plan.cursor)
-        answer = advanced_view(task.session.id, task.command, records, head + 1, pending)
-        return Outcome(answer, commit_ms=sum(chunk.commit_ms for chunk in published))
+            raise await self._with_progress(error, task, len(run.records)) from error
+        head = task.head.chunk + len(run.published)
+        self._tiers.put(task.session.id, replace(run.live, chunk=head, state=run.state, snapshot=run.snapshot))
+        answer = advanced_view(task.session.id, task.command, run.records, head + 1, pending_count(task.plan.cursor))
+        return Outcome(answer, commit_ms=sum(chunk.commit_ms for chunk in run.published))
 
     async def _with_progress(self, error: Exception, task: Task, committed: int) -> ProblemError:
         """The failure as a problem that says how far the request came, if that is known.
@@ -226,50 +220,44 @@ class Advancer:
             except ProblemError:
                 return error
             committed = head.chunk + 1 - task.first_chunk
-        error.extra = {"committed": committed, "next_chunk": task.first_chunk + committed} | error.extra
+        error.extra = {"committed": committed, "next_chunk": task.first_chunk + committed, **error.extra}
         return error
 
-    async def _make(self, task: Task, live: Live, published: list[Published], delivery: Delivery) -> State:
+    async def _make(self, run: Run) -> None:
         """Compute the planned chunks one after the other, committing each while the next one computes.
 
-        Appends to `published` in order and returns the state after the last. When a step fails, the commit under way
-        is still waited for, so that `published` tells the truth.
+        When a step fails, the commit under way is still waited for, so that `run.published` tells the truth.
         """
-        state = live.state
         committing: asyncio.Task[Published] | None = None
-        for offset in range(len(task.plan.chunks)):
+        for offset in range(len(run.task.plan.chunks)):
             try:
                 self._workers.check_open()
-                output, queue_ms = await self._compute(task, live.conditions, state, offset)
+                output, queue_ms = await self._compute(run, offset)
             finally:
                 if committing is not None:
-                    published.append(await _finished(committing))
-            state = output.state
-            publishing = self._publish(task, live.fence, offset, output, queue_ms, delivery)
-            committing = asyncio.create_task(publishing)
-            if delivery.hurry and offset == 0:
-                published.append(await _finished(committing))
+                    run.published.append(await _finished(committing))
+            run.state = output.state
+            committing = asyncio.create_task(self._publish(run, offset, output, queue_ms))
+            self._snapshot(run, offset, output, committing)
+            if run.delivery.hurry and offset == 0:
+                run.published.append(await _finished(committing))
                 committing = None
         if committing is not None:
-            published.append(await _finished(committing))
-        return state
+            run.published.append(await _finished(committing))
 
-    async def _compute(
-        self, task: Task, conditions: Conditions, state: State, offset: int
-    ) -> tuple[ChunkOutput, float]:
+    async def _compute(self, run: Run, offset: int) -> tuple[ChunkOutput, float]:
+        task, model, conditions = run.task, self._model, run.live.conditions
         step, index = task.plan.chunks[offset], task.head.chunk + 1 + offset
         camera = ChunkCamera(step.poses, step.intrinsics, task.camera.intrinsics)
+        self._events.progress(task.session.id, index, "computing")
         if step.clip is not None:
-            return await self._workers.compute(self._model.observe, conditions, state, index, camera, step.clip)
-        return await self._workers.compute(self._model.generate, conditions, state, index, camera, task.session.seed)
+            return await self._workers.compute(model.observe, conditions, run.state, index, camera, step.clip)
+        return await self._workers.compute(model.generate, conditions, run.state, index, camera, step.cursor.seed)
 
-    async def _publish(
-        self, task: Task, fence: Fence, offset: int, output: ChunkOutput, queue_ms: float, delivery: Delivery
-    ) -> Published:
-        plan, head = task.plan.chunks[offset], task.head.chunk + offset
-        request = task.request_record(head + 1, plan.frames_used, done=plan is task.plan.chunks[-1])
-        step = _step(task, fence, head, plan.cursor, request)
-        making = Making(task.session.seed, self._fingerprint, self._model.spec.fps, queue_ms)
+    async def _publish(self, run: Run, offset: int, output: ChunkOutput, queue_ms: float) -> Published:
+        making = Making(self._fingerprint, self._model.spec.fps, queue_ms)
+        step, plan = run.task.step(run.live.fence, offset), run.task.plan.chunks[offset]
+        self._events.progress(step.session_id, step.head + 1, "committing")
         try:
             published = await self._calls.call(publish, self._store, step, plan, output, making)
         except ProblemError as problem:
@@ -278,10 +266,19 @@ class Advancer:
         self._metrics.commits.labels("ok").inc()
         record = published.record
         self._metrics.chunk(record.kind, len(output.frames), record.timings_ms, published.commit_ms)
-        delivery.on_commit(record)
-        with suppress(ProblemError):  # the chunk is committed; the next one prunes again
-            await self._calls.call(self._store.prune_snapshots, task.session.id, fence, self._limits.keep_snapshots)
+        self._snapshots.replayed((output.timings_ms["absorb"] + output.timings_ms["decode"]) / 1e3)
+        self._events.moved(step.session_id)
+        run.delivery.on_commit(record)
         return published
+
+    def _snapshot(self, run: Run, offset: int, output: ChunkOutput, committing: asyncio.Task[Published]) -> None:
+        """Begin a snapshot of the state, if one is due, that is stored once its chunk is committed."""
+        task = run.task
+        snapshot = Snapshot(
+            task.session.id, run.live.fence, task.head.revision, task.head.chunk + 1 + offset, output.state
+        )
+        if self._snapshots.offer(snapshot, run.snapshot, committing):
+            run.snapshot = snapshot.index
 
 
 async def _finished(committing: asyncio.Task[Published]) -> Published:
@@ -291,37 +288,3 @@ async def _finished(committing: asyncio.Task[Published]) -> Published:
     except asyncio.CancelledError:
         await asyncio.wait([committing])
         raise
-
-
-def _check_position(request: PostChunks, head: Head, progress: RequestRecord | None) -> None:
-    """Refuse a request that expects the session elsewhere, or a retry whose session has moved on since."""
-    next_chunk, pending = head.chunk + 1, pending_count(head.cursor)
-    if progress is not None:
-        if not progress.done and (progress.first_chunk + progress.chunks, progress.revision) != (
-            next_chunk,
-            head.revision,
-        ):
-            raise _conflict("the session has moved on since this request was cut short", next_chunk, pending)
-        return
-    if request.expected_chunk not in (None, next_chunk):
-        raise _conflict("expected_chunk is not the session's next chunk", next_chunk, pending)
-    if request.expected_frame not in (None, next_frame(next_chunk, pending)):
-        raise _conflict("expected_frame is not the session's next frame", next_chunk, pending)
-
-
-def _conflict(detail: str, next_chunk: int, pending: int) -> ProblemError:
-    counters = {"next_chunk": next_chunk, "next_frame": next_frame(next_chunk, pending), "pending_poses": pending}
-    return ProblemError("chunk_conflict", detail, extra=counters)
-
-
-def _step(task: Task, fence: Fence, head: int, cursor: Cursor, request: RequestRecord | None) -> Commit:
-    """The commit after chunk `head` that moves only the cursor, and the request's progress."""
-    return Commit(
-        session_id=task.session.id,
-        fence=fence,
-        revision=task.head.revision,
-        expected_head=head,
-        cursor=cursor,
-        key=task.key,
-        request=request,
-    )

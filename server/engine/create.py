@@ -27,6 +27,7 @@ from longtake.state_cache import (
     SessionExists,
     SessionNotFound,
     SessionRecord,
+    failpoint,
     new_session_id,
     save_tensors,
 )
@@ -68,18 +69,11 @@ class Creator:
             if key is not None:
                 claim = hashlib.sha256(f"sessions\n{owner}\n{key}".encode()).hexdigest()
                 mine = await self._workers.io(request_fingerprint, request, [image or b""])
-                session_id = await self._claimed(claim, mine, session_id)
+                session_id = await claimed_id(self._calls, claim, mine, session_id)
                 if (made := await self._calls.call(self._made, session_id)) is not None:
                     return made, True
             conditions, _ = await self._workers.compute(self._model.condition, view.image, request.prompt)
             return await self._calls.call(self._write, request, session_id, claim, owner, view, conditions)
-
-    async def _claimed(self, claim: str, mine: str, session_id: str) -> str:
-        """The id to create under a key, the same one for every attempt with it. Raises `idempotency_key_reused`."""
-        fingerprint, session_id = await self._calls.call(self._calls.store.claim, claim, mine, session_id)
-        if fingerprint != mine:
-            raise ProblemError("idempotency_key_reused", "this key was used with another request", "Idempotency-Key")
-        return session_id
 
     def _made(self, session_id: str) -> Session | None:
         """The session as it was created, if an earlier attempt has come so far."""
@@ -117,11 +111,21 @@ class Creator:
             ttl_s=request.ttl_s or self._ttl_s,
         )
         try:
-            store.create(session, start_cursor())
+            failpoint("create.before")
+            store.create(session, start_cursor(session))
+            failpoint("create.after")
         except SessionExists:
             session = store.read(session_id)[0]
             return new_session_view(session, self._model.spec), True
         return new_session_view(session, self._model.spec), False
+
+
+async def claimed_id(calls: StoreCalls, claim: str, fingerprint: str, session_id: str) -> str:
+    """The id to make under a key, the same one for every attempt with it. Raises `idempotency_key_reused`."""
+    first, session_id = await calls.call(calls.store.claim, claim, fingerprint, session_id)
+    if first != fingerprint:
+        raise ProblemError("idempotency_key_reused", "this key was used with another request", "Idempotency-Key")
+    return session_id
 
 
 def first_view(request: CreateSession, file: bytes | None, spec: ModelSpec) -> FirstView:

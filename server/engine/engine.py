@@ -2,22 +2,28 @@
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import suppress
 
-from longtake.api_schemas.problems import ProblemError
-from longtake.api_schemas.resources import CreateSession, Model, PostChunks, Session
-from longtake.server.engine.advance import AT_THE_END, Advancer, Delivery, Outcome
+from longtake.api_schemas.resources import CreateSession, Fork, Model, PostChunks, Rewind, Session
+from longtake.server.engine.advance import Advancer
+from longtake.server.engine.branching import Brancher
 from longtake.server.engine.command import Uploads
+from longtake.server.engine.copies import GpuCopies
 from longtake.server.engine.create import Creator
+from longtake.server.engine.events import Events
+from longtake.server.engine.housekeeping import Housekeeper
+from longtake.server.engine.leases import Leases
 from longtake.server.engine.limits import Limits
 from longtake.server.engine.metrics import Metrics
 from longtake.server.engine.reads import Reader
-from longtake.server.engine.sessions import HotSessions
+from longtake.server.engine.resume import Resumer
+from longtake.server.engine.snapshots import SnapshotPolicy, Snapshots, SnapshotWriter
 from longtake.server.engine.store_calls import StoreCalls
+from longtake.server.engine.task import AT_THE_END, Delivery, Outcome
+from longtake.server.engine.tiers import Tiers
 from longtake.server.engine.views import model_view
 from longtake.server.engine.workers import Workers
 from longtake.server.model.world import WorldModel
-from longtake.state_cache import ChunkRecord, Store
+from longtake.state_cache import ChunkRecord, Holder, Store, new_session_id
 
 
 class Engine:
@@ -27,19 +33,46 @@ class Engine:
         model: what generates.
         store: what keeps sessions.
         limits: how much it takes on.
+        holder: who this server is to others on the same store; a name of its own by default.
     """
 
-    def __init__(self, model: WorldModel, store: Store, limits: Limits) -> None:
+    def __init__(self, model: WorldModel, store: Store, limits: Limits, holder: Holder | None = None) -> None:
         self._model = model
         self._store = store
         self._limits = limits
         self._workers = Workers(limits.queue_size)
         self.metrics = Metrics(model.spec, model.device)
-        self._calls = StoreCalls(store, self._workers, self.metrics)
-        self._hot = HotSessions(limits.hot_sessions)
-        self._creator = Creator(model, self._calls, self._workers, limits.ttl_s)
-        self._advancer = Advancer(model, self._calls, self._workers, self._hot, limits, self.metrics)
-        self.read = Reader(model, self._calls, self._workers, self.metrics)
+        self._calls = calls = StoreCalls(store, self._workers, self.metrics)
+        copies = GpuCopies(model.device) if model.device == "cuda" else None
+        self._tiers = Tiers(limits.device_state_bytes, limits.host_state_bytes, self._workers.io, copies)
+        self._housekeeper = Housekeeper(calls, limits.retention, self.metrics)
+        writer = SnapshotWriter(
+            store,
+            calls.call,
+            self._workers.io,
+            self._housekeeper.snapshot_ended,
+            limit_bytes=limits.host_state_bytes,
+            copies=copies,
+        )
+        self._snapshots = Snapshots(SnapshotPolicy(limits.snapshot_every), writer)
+        leases = Leases(calls, holder or Holder(new_session_id()), limits.lease_s, self.metrics)
+        resumer = Resumer(model, calls, self._workers, self.metrics, exact_required=limits.exact_required)
+        self.read = Reader(model, calls, self._workers, self.metrics)
+        self.events = Events(calls)
+        self._creator = Creator(model, calls, self._workers, limits.ttl_s)
+        self._brancher = Brancher(model.spec, calls, self._workers, self._tiers, leases, self.events)
+        self._advancer = Advancer(
+            model,
+            calls,
+            self._workers,
+            self._tiers,
+            leases,
+            resumer,
+            self._snapshots,
+            self.events,
+            limits,
+            self.metrics,
+        )
 
     @property
     def served_model(self) -> Model:
@@ -93,30 +126,43 @@ class Engine:
         finally:
             work.cancel()
 
+    async def fork(self, session_id: str, request: Fork, key: str | None, owner: str) -> tuple[Session, bool]:
+        """A session that goes on from a chunk of this one; also whether an earlier request with this key made it."""
+        session, replayed = await self._brancher.fork(session_id, request, key, owner)
+        self.metrics.sessions_created.inc(not replayed)
+        return session, replayed
+
+    async def rewind(self, session_id: str, request: Rewind, key: str | None) -> tuple[Session, bool]:
+        """The session back after one of its chunks; also whether an earlier request with this key did it."""
+        session, replayed = await self._brancher.rewind(session_id, request, key)
+        self._housekeeper.collect_soon(session_id)
+        return session, replayed
+
     async def delete(self, session_id: str) -> None:
         """Drop a session and everything it holds, at once: a request that runs on it fails at its next commit."""
         await self._calls.call(self._store.delete, session_id)
-        self._hot.drop(session_id)
+        self._tiers.drop(session_id)
+        self.events.moved(session_id)
+        self._housekeeper.collect_soon(session_id)
 
     def exposition(self) -> bytes:
         """Metrics in Prometheus' text format."""
         self.metrics.queue_capacity.set(self._limits.queue_size)
         self.metrics.queue_depth.set(self._limits.queue_size - self._workers.free_places)
-        self.metrics.sessions_hot.set(len(self._hot))
+        for tier, holding in self._tiers.holdings.items():
+            self.metrics.sessions_by_tier.labels(tier).set(holding.sessions)
+            self.metrics.state_bytes.labels(tier).set(holding.nbytes)
         return self.metrics.exposition()
 
-    async def sweep(self) -> int:
-        """Remove sessions whose time is over; returns how many."""
-        removed = await self._calls.call(self._store.sweep)
-        self.metrics.sessions_expired.inc(removed)
-        return removed
+    async def keep_house(self) -> None:
+        """Drop expired sessions and collect garbage, again and again."""
+        await self._housekeeper.sweep_forever()
 
-    async def sweep_forever(self, pause_s: float = 60.0) -> None:
-        """Sweep again and again; a store that does not answer is asked later."""
-        while True:
-            with suppress(ProblemError):
-                await self.sweep()
-            await asyncio.sleep(pause_s)
+    async def settle(self) -> None:
+        """Wait for snapshots and collections under way."""
+        await self._snapshots.drain()
+        await self._tiers.settled()
+        await self._housekeeper.finish()
 
     def drain(self) -> None:
         """Begin to stop: requests that run end at their next chunk with `shutting_down`, new ones are refused."""

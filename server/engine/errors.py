@@ -1,5 +1,6 @@
 """Store failures as the problems that a client sees."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -7,10 +8,12 @@ from longtake.api_schemas.problems import ProblemError
 from longtake.state_cache import (
     BlobCorrupt,
     BlobsMissing,
+    ChunkExpired,
     ChunkNotFound,
     Fenced,
     HeadConflict,
     KeyReused,
+    LeaseHeld,
     RequestDone,
     SchemaError,
     SessionNotFound,
@@ -29,6 +32,10 @@ def store_problems() -> Iterator[None]:
         raise ProblemError("session_not_found", "there is no such session", "session_id") from error
     except ChunkNotFound as error:
         raise ProblemError("chunk_not_found", "the session has no such chunk", "index") from error
+    except ChunkExpired as error:
+        raise ProblemError("chunk_expired", "the chunk lies behind the session's retention horizon", "index") from error
+    except LeaseHeld as error:
+        raise _session_busy(error) from error
     except Fenced as error:
         raise ProblemError(
             "session_fenced", "another server has taken this session over; ask again", retry_after=1
@@ -55,3 +62,13 @@ def store_problems() -> Iterator[None]:
         raise ProblemError("store_full", "the session store has no room left", retry_after=30) from error
     except (BlobCorrupt, BlobsMissing, SchemaError) as error:
         raise ProblemError("state_corrupt", "stored data of this session is missing or damaged") from error
+
+
+def _session_busy(error: LeaseHeld) -> ProblemError:
+    """Who holds the session, when that is known, and when to ask again: a holder that works renews its lease."""
+    return ProblemError(
+        "session_busy",
+        "another server works on this session; ask again, or ask that one",
+        retry_after=max(1, math.ceil(error.left_s)),
+        extra={"owner_address": error.address} if error.address else None,
+    )

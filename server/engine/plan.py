@@ -11,13 +11,14 @@ from longtake.server.camera.poses import pose_warnings
 from longtake.server.engine.command import Command
 from longtake.server.engine.track import NO_POSES, Matrix, SessionCamera, Track, new_track, pending_track
 from longtake.server.model.world import Frames
-from longtake.state_cache import Cursor, Head
+from longtake.state_cache import Cursor, Head, SessionRecord
 
 
 @dataclass(frozen=True)
 class ChunkPlan:
     """One whole chunk of a request; `cursor` is where the session stands once it is committed.
 
+    `controller` is the action controller right after the chunk; that of the cursor stands after poses left pending.
     With `clip` [24,H,W,3] the chunk is observed, else generated. `frames_used` counts the request's new frames up to
     its end.
     """
@@ -25,6 +26,7 @@ class ChunkPlan:
     poses: Matrix
     intrinsics: Matrix
     cursor: Cursor
+    controller: dict[str, float | str | list[float]]
     frames_used: int
     warnings: list[str]
     clip: Frames | None = None
@@ -44,9 +46,9 @@ def pending_count(cursor: Cursor) -> int:
     return len(cursor.poses) // (16 * 8)
 
 
-def start_cursor() -> Cursor:
-    """Before the first request: nothing pending, the controller at frame 0."""
-    return Cursor(controller=Controller.start().to_dict())
+def start_cursor(session: SessionRecord) -> Cursor:
+    """Before the first request: nothing pending, the controller at frame 0, seed and prompt the session's own."""
+    return Cursor(controller=Controller.start().to_dict(), seed=session.seed)
 
 
 def next_frame(next_chunk: int, pending: int) -> int:
@@ -59,7 +61,7 @@ def plan_request(command: Command, head: Head, camera: SessionCamera, frames_use
 
     Args:
         command: the request with its files, as first posted.
-        head: where the session stands now.
+        head: where the session stands now; its cursor has the seed and prompt of this request, and they stay in force.
         camera: the session's camera.
         frames_used: new frames of this request that earlier attempts have committed already.
 
@@ -75,10 +77,10 @@ def plan_request(command: Command, head: Head, camera: SessionCamera, frames_use
     if command.request.pad and len(track) % CHUNK_FRAMES:
         track = track.held(-len(track) % CHUNK_FRAMES)
     whole = len(track) // CHUNK_FRAMES * CHUNK_FRAMES
-    end = track.cursor(whole, len(track)) if len(track) else head.cursor
+    end = track.cursor(head.cursor, whole, len(track)) if len(track) else head.cursor
     before = NO_POSES if len(pending) else controller.pose[None]
     chunks = [
-        replace(_chunk(track, stop, before), frames_used=frames_used + min(stop - len(pending), len(new)))
+        replace(_chunk(track, stop, before, head.cursor), frames_used=frames_used + min(stop - len(pending), len(new)))
         for stop in range(CHUNK_FRAMES, whole + 1, CHUNK_FRAMES)
     ]
     if chunks:
@@ -101,7 +103,11 @@ def _plan_observation(command: Command, head: Head, camera: SessionCamera, frame
         raise ProblemError("frames_invalid", detail, "frames")
     before = NO_POSES if waiting else controller.pose[None]
     chunks = [
-        replace(_chunk(new, stop, before), frames_used=frames_used + stop, clip=clip[stop - CHUNK_FRAMES : stop])
+        replace(
+            _chunk(new, stop, before, head.cursor),
+            frames_used=frames_used + stop,
+            clip=clip[stop - CHUNK_FRAMES : stop],
+        )
         for stop in range(CHUNK_FRAMES, len(clip) + 1, CHUNK_FRAMES)
     ]
     if not chunks:
@@ -109,17 +115,18 @@ def _plan_observation(command: Command, head: Head, camera: SessionCamera, frame
     return Plan(chunks, chunks[-1].cursor, chunks[-1].frames_used)
 
 
-def _chunk(track: Track, stop: int, before: Matrix) -> ChunkPlan:
+def _chunk(track: Track, stop: int, before: Matrix, cursor: Cursor) -> ChunkPlan:
     """The chunk that ends before frame `stop` of the track; it leaves nothing pending.
 
-    `before` is the pose in front of the track, [1,4,4], or nothing where it is not known.
+    `before` is the pose in front of the track, [1,4,4], or nothing where it is not known; `cursor` is that of the head.
     """
     start = stop - CHUNK_FRAMES
     path = np.concatenate([before, track.poses])[max(0, start + len(before) - 1) : stop + len(before)]
     return ChunkPlan(
         poses=track.poses[start:stop],
         intrinsics=track.intrinsics[start:stop],
-        cursor=track.cursor(stop, stop),
+        cursor=track.cursor(cursor, stop, stop),
+        controller=track.controllers[stop - 1].to_dict(),
         frames_used=0,
         warnings=pose_warnings(path),
     )

@@ -7,8 +7,9 @@ from longtake.server.engine.plan import ChunkPlan
 from longtake.server.model.timing import timed
 from longtake.server.model.world import ChunkOutput
 from longtake.server.video.images import frames_digest
-from longtake.server.video.segments import encode_segment
+from longtake.server.video.segments import Segment, encode_segment
 from longtake.state_cache import (
+    BlobsMissing,
     ChunkRecord,
     Commit,
     Fingerprint,
@@ -21,9 +22,8 @@ from longtake.state_cache import (
 
 @dataclass(frozen=True)
 class Making:
-    """How a chunk was made: noise seed, the model's fingerprint, frames a second, wait for the compute thread."""
+    """How a chunk was made: the model's fingerprint, frames a second, wait for the compute thread."""
 
-    seed: int
     fingerprint: Fingerprint
     fps: int
     queue_ms: float
@@ -39,32 +39,51 @@ class Published:
 
 def publish(store: Store, step: Commit, plan: ChunkPlan, output: ChunkOutput, making: Making) -> Published:
     """Make the chunk after `step.expected_head` durable: its blobs, then `step` with it, which is whole or nothing."""
-    index, session_id = step.expected_head + 1, step.session_id
     timings = {"queue": making.queue_ms, **output.timings_ms}
     with timed(timings, "encode"):
-        segment = encode_segment(output.frames, index, making.fps)
+        segment = encode_segment(output.frames, step.expected_head + 1, making.fps)
         shown = frames_digest(output.frames)
-    with timed(timings, "snapshot"):
-        latents = save_tensors(store, session_id, {"latents": output.latents})
-        video = save_file(store, session_id, segment.init + segment.media)
-        snapshot = save_tensors(store, session_id, output.state)
+    with timed(timings, "digest"):
         digest = state_digest(output.state)
+    try:
+        return _commit(store, step, plan, output, making, segment, (shown, digest), timings)
+    except BlobsMissing:  # one that was there already has been collected meanwhile
+        return _commit(store, step, plan, output, making, segment, (shown, digest), timings)
+
+
+def _commit(
+    store: Store,
+    step: Commit,
+    plan: ChunkPlan,
+    output: ChunkOutput,
+    making: Making,
+    segment: Segment,
+    digests: tuple[str, str],
+    timings: dict[str, float],
+) -> Published:
+    with timed(timings, "upload"):
+        latents = save_tensors(store, step.session_id, {"latents": output.latents})
+        video = save_file(store, step.session_id, segment.init + segment.media)
     record = ChunkRecord(
-        index=index,
+        index=step.expected_head + 1,
         kind="generate" if plan.clip is None else "observe",
         poses=plan.poses.astype("<f8").tobytes(),
         intrinsics=plan.intrinsics.astype("<f8").tobytes(),
-        seed=making.seed,
+        controller=plan.controller,
+        seed=plan.cursor.seed,
+        prompt=plan.cursor.prompt,
+        text=plan.cursor.text,
+        exact_until=plan.cursor.exact_until,
         fingerprint=making.fingerprint,
         latents=latents,
         segment=video,
         init_size=len(segment.init),
-        frames_digest=shown,
-        state_digest=digest,
+        frames_digest=digests[0],
+        state_digest=digests[1],
         timings_ms={stage: round(ms, 3) for stage, ms in timings.items()},
         warnings=plan.warnings,
         created_at=time.time(),
     )
     with timed(timings, "commit"):
-        store.commit(replace(step, chunk=record, snapshot=snapshot))
+        store.commit(replace(step, chunk=record))
     return Published(record, timings["commit"])

@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 
+import safetensors.torch
 from torch import Tensor
 
 from longtake.api_schemas.problems import ProblemError
@@ -11,10 +12,10 @@ from longtake.server.engine.metrics import Metrics
 from longtake.server.engine.store_calls import StoreCalls
 from longtake.server.engine.views import chunk_view, session_view
 from longtake.server.engine.workers import Workers
-from longtake.server.model.world import Conditions, WorldModel
+from longtake.server.model.world import Conditions, ModelSpec, WorldModel
 from longtake.server.video.images import frames_digest, png_zip
 from longtake.server.video.segments import from_zero
-from longtake.state_cache import ChunkRecord, SessionNotFound, StoreStatus, load_file, load_tensors
+from longtake.state_cache import DURABILITIES, ChunkRecord, SessionNotFound, Store, StoreStatus, load_file, load_tensors
 
 
 class Reader:
@@ -29,8 +30,7 @@ class Reader:
 
     async def session(self, session_id: str) -> Session:
         """Where a session stands."""
-        session, head, _ = await self._calls.call(self._store.read, session_id)
-        return session_view(session, head, self._model.spec)
+        return await self._calls.call(read_view, self._store, session_id, self._model.spec)
 
     async def check_owner(self, session_id: str, owner: str) -> None:
         """Raises `session_not_found` unless the session belongs to `owner`."""
@@ -46,8 +46,7 @@ class Reader:
             found = []
             for session_id in ids:
                 with suppress(SessionNotFound):
-                    session, head, _ = self._store.read(session_id)
-                    found.append(session_view(session, head, self._model.spec))
+                    found.append(read_view(self._store, session_id, self._model.spec))
             return found, ids[-1] if len(ids) == limit else None
 
         found, following = await self._calls.call(read)
@@ -64,33 +63,44 @@ class Reader:
         return ChunkList(data=data, next=data[-1].index if len(data) == limit else None)
 
     async def chunk_video(self, session_id: str, index: int) -> bytes:
-        """One chunk as an MP4 that plays by itself."""
+        """One chunk as an MP4 that plays by itself. Raises `chunk_not_found`, `chunk_expired`."""
         record = await self._calls.call(self._store.chunk, session_id, index)
         return from_zero(await self.segment(session_id, record))
 
     async def video(self, session_id: str) -> "Video":
-        """Everything so far as one MP4. Raises `chunk_not_found` while there is none."""
+        """Everything so far as one MP4, from the retention horizon on. Raises `chunk_not_found` while there is none."""
         head = (await self._calls.call(self._store.read, session_id))[1]
-        records = await self._calls.call(self._store.chunks, session_id, 0, head.chunk + 1)
-        if not records:
+        records = await self._calls.call(self._store.chunks, session_id, head.horizon, head.chunk + 1)
+        left = [record for record in records if not record.expired]
+        if not left:
             raise ProblemError("chunk_not_found", "the session has no chunk yet")
-        return Video(self, session_id, records)
+        return Video(self, session_id, left, f'W/"{head.revision}-{left[0].index}"')
+
+    async def latents(self, session_id: str, index: int) -> bytes:
+        """The clean latents [1,C,3,h,w] of a chunk as a safetensors file. Raises `chunk_not_found`, `chunk_expired`."""
+        record = whole(await self._calls.call(self._store.chunk, session_id, index))
+        tensors = await self._calls.call(load_tensors, self._store, session_id, record.latents)
+        return await self._workers.io(safetensors.torch.save, tensors)
 
     async def segment(self, session_id: str, record: ChunkRecord) -> bytes:
-        """Initialisation and media of one chunk, at its place in the take."""
-        return await self._calls.call(load_file, self._store, session_id, record.segment)
+        """Initialisation and media of one chunk, at its place in the take. Raises `chunk_expired`."""
+        return await self._calls.call(load_file, self._store, session_id, whole(record).segment)
 
     async def frames(self, session_id: str, index: int) -> bytes:
         """A zip of a chunk's frames as PNG, bit for bit those of `frames_digest`.
 
         The log keeps latents, not frames: they are decoded again, with as many chunks before as the decoder sees.
-        Raises `state_diverged` when this server's decoder gives other bits.
+        Raises `chunk_expired` when one of these is behind the retention horizon, `state_diverged` when this server's
+        decoder gives other bits.
         """
         with self._workers.admitted():
             first = max(0, index - self._model.decoder_history)
             records = await self._calls.call(self._store.chunks, session_id, first, index + 1)
             if not records or records[-1].index != index:
                 raise ProblemError("chunk_not_found", "the session has no such chunk", "index")
+            if any(record.expired for record in records):
+                detail = f"the frames need the latents of chunks {first} to {index}, and some have expired"
+                raise ProblemError("chunk_expired", detail, "index")
             conditions, latents = await self._calls.call(self._inputs, session_id, records)
             frames, _ = await self._workers.compute(self._model.decode, conditions, first, latents)
             if frames_digest(frames) != records[-1].frames_digest:
@@ -110,13 +120,32 @@ class Reader:
         """How the store is."""
         status = await self._calls.call(self._store.check)
         self._metrics.store_bytes.set(status.used_bytes)
+        for durability in DURABILITIES:
+            self._metrics.store_durability.labels(durability).set(durability == status.durability)
         return status
 
 
-class Video:
-    """All chunks of a session as one MP4 file, read piece by piece."""
+def whole(record: ChunkRecord) -> ChunkRecord:
+    """The record, if it has all of its blobs. Raises `chunk_expired`."""
+    if record.expired:
+        raise ProblemError("chunk_expired", f"of chunk {record.index} only the digests are left", "index")
+    return record
 
-    def __init__(self, reader: Reader, session_id: str, records: list[ChunkRecord]) -> None:
+
+def read_view(store: Store, session_id: str, spec: ModelSpec) -> Session:
+    """A session where it stands, with its forks. Raises what the store raises."""
+    session, head, _ = store.read(session_id)
+    return session_view(session, head, store.forks(session_id), spec)
+
+
+class Video:
+    """All whole chunks of a session as one MP4 file, read piece by piece.
+
+    `tag` is an entity tag, the same for as long as the file only grows.
+    """
+
+    def __init__(self, reader: Reader, session_id: str, records: list[ChunkRecord], tag: str) -> None:
+        self.tag = tag
         self._reader = reader
         self._session_id = session_id
         self._records = records

@@ -13,7 +13,17 @@ from longtake.server.engine.limits import Limits
 from longtake.server.model.registry import UnknownModelError, load_model
 from longtake.server.settings import Settings, StartError
 from longtake.server.video.clips import ClipLimits
-from longtake.state_cache import EmbeddedServer, RedisStore, Store, StoreError, StoreUnavailable
+from longtake.state_cache import (
+    DURABILITIES,
+    EmbeddedServer,
+    Holder,
+    RedisStore,
+    Retention,
+    Store,
+    StoreError,
+    StoreUnavailable,
+    new_session_id,
+)
 
 log = logging.getLogger(__name__)
 
@@ -30,23 +40,33 @@ def start_engine(settings: Settings) -> Iterator[Engine]:
     torch.set_num_threads(settings.threads or os.cpu_count() or 1)
     with ExitStack() as stack:
         try:
-            store = _store(settings, stack)
+            store = open_store(settings, stack)
             model = load_model(settings.model, settings.device)
         except (StoreError, UnknownModelError) as error:
             raise StartError(str(error)) from error
         limits = Limits(
             queue_size=settings.queue_size,
-            hot_sessions=settings.hot_sessions,
-            keep_snapshots=settings.keep_snapshots,
+            device_state_bytes=settings.device_state_bytes,
+            host_state_bytes=settings.host_state_bytes,
+            snapshot_every=settings.snapshot_every,
+            retention=Retention(settings.keep_snapshots, settings.retain_chunks),
+            exact_required=settings.exact == "require",
+            lease_s=settings.lease_s,
             ttl_s=settings.ttl_s or (WEEK if settings.state_url else None),
             clip=ClipLimits(frames=settings.max_clip_frames),
         )
-        engine = Engine(model, store, limits)
+        engine = Engine(model, store, limits, _holder(settings))
         stack.callback(engine.close)
         yield engine
 
 
-def _store(settings: Settings, stack: ExitStack) -> Store:
+def _holder(settings: Settings) -> Holder:
+    """Who this server is to others. On a store of its own it is alone: what an earlier one held is free at once."""
+    name = settings.replica_id or (new_session_id() if settings.state_url else "embedded")
+    return Holder(name, settings.replica_address)
+
+
+def open_store(settings: Settings, stack: ExitStack) -> Store:
     """The session store, checked; `stack` closes it."""
     url = settings.state_url or _embedded(settings, stack)
     try:
@@ -60,6 +80,10 @@ def _store(settings: Settings, stack: ExitStack) -> Store:
         where = urlsplit(url)._replace(netloc=urlsplit(url).netloc.rpartition("@")[2]).geturl()
         raise StoreUnavailable(f"no session store answers at {where}: {error.__cause__ or error}") from error
     log.info("sessions are kept in %s %s, durability %s", status.server, status.version, status.durability)
+    if DURABILITIES.index(status.durability) < DURABILITIES.index(settings.durability):
+        raise StartError(
+            f"the store's durability is {status.durability}, LONGTAKE_DURABILITY asks for {settings.durability}"
+        )
     if status.durability != "strict":
         log.warning("a crash of the store may lose what was acknowledged: set appendonly yes and appendfsync always")
     return store

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -81,9 +82,10 @@ class Track:
         poses, intrinsics = (np.repeat(each[-1:], count, 0) for each in (self.poses, self.intrinsics))
         return self + Track(poses, intrinsics, (still,) * count)
 
-    def cursor(self, start: int, stop: int) -> Cursor:
-        """The cursor after frame `stop - 1`, with the frames from `start` on still pending."""
-        return Cursor(
+    def cursor(self, before: Cursor, start: int, stop: int) -> Cursor:
+        """The cursor after frame `stop - 1`, with the frames from `start` on still pending; the rest as in `before`."""
+        return msgspec.structs.replace(
+            before,
             poses=self.poses[start:stop].astype("<f8").tobytes(),
             intrinsics=self.intrinsics[start:stop].astype("<f8").tobytes(),
             controller=self.controllers[stop - 1].to_dict(),

@@ -1,12 +1,23 @@
 """Stored records as the resources that clients see."""
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import cast
 
 from longtake.api_schemas.camera import Pose
-from longtake.api_schemas.resources import CHUNK_FRAMES, LATENT_FRAMES, Advanced, Chunk, ChunkShape, Model, Session
+from longtake.api_schemas.resources import (
+    CHUNK_FRAMES,
+    LATENT_FRAMES,
+    Advanced,
+    Chunk,
+    ChunkShape,
+    ForkLink,
+    Model,
+    Session,
+)
 from longtake.server.engine.command import Command
 from longtake.server.engine.plan import next_frame, pending_count, start_cursor
+from longtake.server.engine.prompts import prompt_in_force
 from longtake.server.model.world import ModelSpec, WorldModel
 from longtake.state_cache import ChunkRecord, Head, SessionRecord
 
@@ -32,27 +43,39 @@ def model_view(model: WorldModel) -> Model:
 def new_session_view(session: SessionRecord, spec: ModelSpec) -> Session:
     """A session as it was created; also what a repeated creation is answered with."""
     expires_at = None if session.ttl_s is None else session.created_at + session.ttl_s
-    return session_view(session, Head(chunk=-1, revision=0, cursor=start_cursor(), expires_at=expires_at), spec)
+    head = Head(chunk=-1, revision=0, cursor=start_cursor(session), expires_at=expires_at)
+    return session_view(session, head, {}, spec)
 
 
-def session_view(session: SessionRecord, head: Head, spec: ModelSpec) -> Session:
-    """A session where it stands."""
+def session_view(session: SessionRecord, head: Head, forks: Mapping[str, int], spec: ModelSpec) -> Session:
+    """A session where it stands; `forks` are the ids of its forks, each with the last chunk that both share."""
     link, pending = f"/v1/sessions/{session.id}", pending_count(head.cursor)
     return Session(
         id=session.id,
         model=session.model,
-        prompt=session.prompt,
-        seed=session.seed,
+        prompt=prompt_in_force(session, head.cursor),
+        seed=head.cursor.seed,
         created_at=datetime.fromtimestamp(session.created_at, UTC),
         expires_at=None if head.expires_at is None else datetime.fromtimestamp(head.expires_at, UTC),
         first_pose=_pose(session.first_pose),
         revision=head.revision,
-        parent=None,
+        rewind_from=head.horizon - 1,
+        parent=None if session.parent is None else session.parent.session_id,
+        forked_at=None if session.parent is None else session.parent.chunk,
+        forks=[ForkLink(id=fork, from_chunk=chunk) for fork, chunk in sorted(forks.items(), key=_by_chunk)],
         next_chunk=head.chunk + 1,
         next_frame=next_frame(head.chunk + 1, pending),
         pending_poses=pending,
+        exact_until=head.cursor.exact_until,
         chunk=chunk_shape(spec),
-        links={"self": link, "chunks": f"{link}/chunks", "video": f"{link}/video"},
+        links={
+            "self": link,
+            "chunks": f"{link}/chunks",
+            "video": f"{link}/video",
+            "events": f"{link}/events",
+            "fork": f"{link}/fork",
+            "rewind": f"{link}/rewind",
+        },
         warnings=session.warnings,
     )
 
@@ -68,7 +91,8 @@ def chunk_view(session_id: str, record: ChunkRecord) -> Chunk:
         frames_digest=record.frames_digest,
         state_digest=record.state_digest,
         timings_ms=record.timings_ms,
-        links={"self": link, "video": f"{link}/video", "frames": f"{link}/frames"},
+        expired=record.expired,
+        links={"self": link, "video": f"{link}/video", "frames": f"{link}/frames", "latents": f"{link}/latents"},
         warnings=record.warnings,
     )
 
@@ -88,6 +112,10 @@ def advanced_view(
         next_chunk=next_chunk,
         next_frame=next_frame(next_chunk, pending),
     )
+
+
+def _by_chunk(fork: tuple[str, int]) -> tuple[int, str]:
+    return fork[1], fork[0]
 
 
 def _pose(values: list[float]) -> Pose:

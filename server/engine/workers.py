@@ -61,6 +61,15 @@ class Workers:
 
         return await _run(self._compute, timed)
 
+    def take_turn(self, function: Callable[[], R]) -> R:
+        """Run on the compute thread, from one of the other threads. Raises `shutting_down` once draining began."""
+        self.check_open()
+        try:
+            turn = self._compute.submit(function)
+        except RuntimeError as error:
+            raise _shutting_down() from error
+        return turn.result()
+
     async def io(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run on one of the other threads."""
         return await _run(self._io, lambda: function(*args, **kwargs))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,7 +12,7 @@ from longtake.server.model.conditions import ChunkCondition
 from longtake.server.model.fingerprint import numerics_fingerprint, weights_fingerprint
 from longtake.server.model.noise import latent_noise
 from longtake.server.model.sampler import absorb_chunk, denoise_chunk
-from longtake.server.model.state import TransformerState
+from longtake.server.model.state import StateLayoutError, TransformerState
 from longtake.server.model.timing import timed
 from longtake.server.model.transformer import SanaWMTransformer
 from longtake.server.model.vae import CausalVideoVAE, decoder_history_chunks, to_uint8
@@ -43,8 +44,13 @@ class StreamingModel:
     def condition(self, first_frame: Frames, prompt: str) -> Conditions:
         """Encode the first frame (uint8 [H,W,3] of the model's size) and the prompt."""
         pixels = torch.from_numpy(first_frame.copy())
-        text, mask = self._encode_text(prompt)
+        text, mask = self.encode_prompt(prompt)
         return Conditions(pixels, self._vae.encode(self._to_pixels(pixels[None])), text, mask)
+
+    @torch.inference_mode()
+    def encode_prompt(self, prompt: str) -> tuple[Tensor, Tensor]:
+        """Text [1,L,E] of a prompt and its mask [1,L]."""
+        return self._encode_text(prompt)
 
     def initial_state(self, conditions: Conditions) -> State:
         """Nothing is carried into chunk 0: what it needs of the first frame is in the conditions."""
@@ -52,7 +58,11 @@ class StreamingModel:
 
     @torch.inference_mode()
     def generate(self, conditions: Conditions, state: State, index: int, camera: ChunkCamera, seed: int) -> ChunkOutput:
-        """Denoise chunk `index` in four steps, absorb it at t=0, decode it."""
+        """Denoise chunk `index` in four steps, absorb it at t=0, decode it.
+
+        Raises `StateLayoutError` for a state that was left without decoding.
+        """
+        _check_decoded(state)
         timings: dict[str, float] = {}
         memory = self._memory(state)
         with timed(timings, "condition"):
@@ -66,7 +76,11 @@ class StreamingModel:
     def observe(
         self, conditions: Conditions, state: State, index: int, camera: ChunkCamera, frames: Frames
     ) -> ChunkOutput:
-        """Encode real frames [24,H,W,3] behind the last one, absorb them, decode what was understood of them."""
+        """Encode real frames [24,H,W,3] behind the last one, absorb them, decode what was understood of them.
+
+        Raises `StateLayoutError` for a state that was left without decoding.
+        """
+        _check_decoded(state)
         timings: dict[str, float] = {}
         with timed(timings, "encode_frames"):
             before = state[_LAST_FRAME] if state else conditions.first_frame
@@ -76,10 +90,25 @@ class StreamingModel:
 
     @torch.inference_mode()
     def absorb(
-        self, conditions: Conditions, state: State, index: int, camera: ChunkCamera, latents: Tensor
+        self,
+        conditions: Conditions,
+        state: State,
+        index: int,
+        camera: ChunkCamera,
+        latents: Tensor,
+        *,
+        decode: bool = True,
     ) -> ChunkOutput:
-        """Make clean latents [1,C,3,h,w] chunk `index`: what `generate` does after denoising, to the bit."""
-        return self._absorb(conditions, state, index, camera, latents, {})
+        """Make clean latents [1,C,3,h,w] chunk `index`: what `generate` does after denoising, to the bit.
+
+        Without `decode` the state has neither decoder cache nor last frame. Decoding that begins on such a state joins
+        the stream in the middle, from the VAE's unknown cache; after `decoder_history` chunks the state is exact. For
+        the first frame behind latent j sees latents back to j+1−H, H = `vae.decoder_history`, and the cache after j
+        holds nothing that this frame does not see; the last frame of j lies right before it and sees no further back.
+        So cache and last frame are functions of the last H latents: 44 for LTX-2's decoder, which 15 chunks hold
+        (14 would be 42); 14 for the tiny one, which 5 hold. Earlier frames of a chunk need one chunk more.
+        """
+        return self._absorb(conditions, state, index, camera, latents, {}, decode=decode)
 
     @torch.inference_mode()
     def decode(self, conditions: Conditions, first_index: int, latents: Sequence[Tensor]) -> Frames:
@@ -102,13 +131,15 @@ class StreamingModel:
         camera: ChunkCamera,
         latents: Tensor,
         timings: dict[str, float],
+        *,
+        decode: bool = True,
     ) -> ChunkOutput:
         with timed(timings, "condition"):
             chunk = self._condition_chunk(conditions, index, camera)
             latents = latents.to(self._transformer.device).contiguous()
             if index == 0:
                 latents = torch.cat([conditions.first_latent.to(latents), latents], dim=2)
-        return self._absorbed(state, self._memory(state), index, chunk, latents, timings)
+        return self._absorbed(state, self._memory(state), index, chunk, latents, timings, decode=decode)
 
     def _absorbed(
         self,
@@ -118,16 +149,27 @@ class StreamingModel:
         chunk: ChunkCondition,
         latents: Tensor,
         timings: dict[str, float],
+        *,
+        decode: bool = True,
     ) -> ChunkOutput:
-        """One pass at t=0 over all latents of the chunk, [1,C,4,h,w] for chunk 0, then their frames."""
+        """One pass at t=0 over all latents of the chunk, [1,C,4,h,w] for chunk 0, then their frames if wanted."""
         with timed(timings, "absorb"):
-            absorbed = absorb_chunk(self._transformer, latents, chunk, memory)
-        with timed(timings, "decode"):
-            frames, cache = self._vae.decode(latents, self._decoder_cache(state))
-            pixels = to_uint8(frames[0, :, int(index == 0) :]).cpu()
-        after = absorbed.to_tensors() | {_DECODER + name: x for name, x in cache.items()}
-        after[_LAST_FRAME] = pixels[-1].clone()
-        return ChunkOutput(latents[:, :, -LATENT_FRAMES:].contiguous(), pixels.numpy(), after, timings)
+            after = absorb_chunk(self._transformer, latents, chunk, memory).to_tensors()
+        frames: Frames = np.empty((0, self.spec.height, self.spec.width, 3), np.uint8)
+        if decode:
+            with timed(timings, "decode"):
+                frames, decoder = self._decode(state, index, latents)
+            after |= decoder
+        return ChunkOutput(latents[:, :, -LATENT_FRAMES:].contiguous(), frames, after, timings)
+
+    def _decode(self, state: State, index: int, latents: Tensor) -> tuple[Frames, State]:
+        """Frames of a chunk, and what its state carries for the decoder."""
+        cache = self._decoder_cache(state)
+        if cache is None and index > 0:
+            cache = self._vae.unknown_cache(latents)
+        decoded, cache = self._vae.decode(latents, cache)
+        pixels = to_uint8(decoded[0, :, int(index == 0) :]).cpu()
+        return pixels.numpy(), {_DECODER + name: x for name, x in cache.items()} | {_LAST_FRAME: pixels[-1].clone()}
 
     def _to_pixels(self, clip: Tensor) -> Tensor:
         """Bytes [T,H,W,3] as [1,3,T,H,W] in [-1,1] on the model's device."""
@@ -163,3 +205,8 @@ class StreamingModel:
         return self._transformer.encode_chunk(
             text, start, (frames, h, w), geometry.raymap[None], geometry.plucker[None]
         )
+
+
+def _check_decoded(state: State) -> None:
+    if state and _LAST_FRAME not in state:
+        raise StateLayoutError("the state was absorbed without decoding: it can only absorb")

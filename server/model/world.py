@@ -1,7 +1,7 @@
 """What the engine knows of a model: conditions that last a session, a state that every chunk replaces, frames."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Protocol, Self
 
 import numpy as np
@@ -44,6 +44,10 @@ class Conditions:
         """The inverse of `to_tensors`."""
         return cls(**tensors)
 
+    def with_text(self, text: Tensor, text_mask: Tensor) -> Self:
+        """The same with another text."""
+        return replace(self, text=text, text_mask=text_mask)
+
 
 @dataclass(frozen=True)
 class ChunkCamera:
@@ -59,7 +63,10 @@ class ChunkCamera:
 
 @dataclass(frozen=True)
 class ChunkOutput:
-    """A finished chunk: clean latents [1,C,3,h,w], frames [24,H,W,3], the state after it, and milliseconds by stage."""
+    """A finished chunk: clean latents [1,C,3,h,w], frames [24,H,W,3], the state after it, and milliseconds by stage.
+
+    Without decoding there are no frames ([0,H,W,3]), and the state only suits `absorb`.
+    """
 
     latents: Tensor
     frames: Frames
@@ -88,10 +95,17 @@ class WorldModel(Protocol):
 
     @property
     def decoder_history(self) -> int:
-        """Chunks before the wanted one whose latents `decode` needs to give its frames bit for bit."""
+        """Chunks that the decoder sees, besides the wanted one.
+
+        `decode` needs the latents of as many before to give a chunk's frames bit for bit; of chunks that were absorbed
+        without decoding, the last ones to absorb with it, until the state is whole again to the bit.
+        """
 
     def condition(self, first_frame: Frames, prompt: str) -> Conditions:
         """Encode the first frame (uint8 [H,W,3] of the model's size) and the prompt."""
+
+    def encode_prompt(self, prompt: str) -> tuple[Tensor, Tensor]:
+        """Text [1,L,E] of a prompt and its mask [1,L], for `Conditions.with_text`."""
 
     def initial_state(self, conditions: Conditions) -> State:
         """State before chunk 0."""
@@ -105,9 +119,20 @@ class WorldModel(Protocol):
         """Absorb real frames [24,H,W,3] of the model's size as chunk `index`; its frames are the decoder's view."""
 
     def absorb(
-        self, conditions: Conditions, state: State, index: int, camera: ChunkCamera, latents: Tensor
+        self,
+        conditions: Conditions,
+        state: State,
+        index: int,
+        camera: ChunkCamera,
+        latents: Tensor,
+        *,
+        decode: bool = True,
     ) -> ChunkOutput:
-        """Absorb clean latents [1,C,3,h,w] as chunk `index`: the state that generating them left, to the bit."""
+        """Absorb clean latents [1,C,3,h,w] as chunk `index`: the state that generating them left, to the bit.
+
+        Without `decode` the state lacks what the decoder carries. With it again, the state is exact after
+        `decoder_history` chunks in a row, and so are the frames of those that follow.
+        """
 
     def decode(self, conditions: Conditions, first_index: int, latents: Sequence[Tensor]) -> Frames:
         """Frames of the last of consecutive chunks, from their latents; the first one is chunk `first_index`."""

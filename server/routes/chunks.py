@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
@@ -12,7 +11,7 @@ from longtake.api_schemas.resources import Advanced, Chunk, ChunkList, PostChunk
 from longtake.server.engine.command import Uploads
 from longtake.server.engine.engine import Engine
 from longtake.server.routes.bodies import body_schema, read_body
-from longtake.server.routes.leaving import CutResponse, while_connected
+from longtake.server.routes.leaving import CutResponse, begun, while_connected
 from longtake.server.routes.negotiation import wants_video
 from longtake.server.routes.parameters import ChunkIndex, EngineOf, IdempotencyKey, SessionId, problems
 
@@ -36,7 +35,7 @@ PARTS = {
     responses={
         200: {"description": "With `Accept: video/mp4`: each chunk as it is committed.", "content": {"video/mp4": {}}},
         204: {"description": "With `Accept: video/mp4`: no chunk became whole."},
-        **problems(400, 404, 406, 409, 413, 415, 422, 500, 503, 507),
+        **problems(400, 404, 406, 409, 410, 413, 415, 422, 500, 503, 507),
     },
     openapi_extra=body_schema(PostChunks, PARTS),
 )
@@ -59,21 +58,15 @@ async def post(session_id: SessionId, request: Request, engine: EngineOf, key: I
 
 async def _streamed(request: Request, engine: Engine, pieces: AsyncGenerator[bytes, None]) -> Response:
     """Wait for the first chunk, so that what fails before it is a problem, then stream."""
-    first = await while_connected(request, anext(pieces, b""))
-    if not first:
+    all_pieces = await begun(request, pieces)
+    if all_pieces is None:
         return Response(status_code=204)
-
-    async def all_pieces() -> AsyncGenerator[bytes, None]:
-        async with aclosing(pieces):
-            yield first
-            async for piece in pieces:
-                yield piece
 
     def cut(problem: ProblemError) -> None:
         engine.metrics.problems.labels(problem.code).inc()
         log.warning("a stream was cut: %s", problem)
 
-    return CutResponse(all_pieces(), "video/mp4", cut)
+    return CutResponse(all_pieces, "video/mp4", cut)
 
 
 @router.get("", operation_id="listChunks", responses=problems(404, 422, 503))
@@ -97,7 +90,7 @@ async def show(session_id: SessionId, index: ChunkIndex, engine: EngineOf) -> Ch
     "/{index}/video",
     operation_id="getChunkVideo",
     response_class=Response,
-    responses={200: {"content": {"video/mp4": {}}}, **problems(404, 422, 500, 503)},
+    responses={200: {"content": {"video/mp4": {}}}, **problems(404, 410, 422, 500, 503)},
 )
 async def video(session_id: SessionId, index: ChunkIndex, engine: EngineOf) -> Response:
     """One chunk as an MP4 that plays by itself."""
@@ -108,8 +101,19 @@ async def video(session_id: SessionId, index: ChunkIndex, engine: EngineOf) -> R
     "/{index}/frames",
     operation_id="getChunkFrames",
     response_class=Response,
-    responses={200: {"content": {"application/zip": {}}}, **problems(404, 409, 422, 500, 503)},
+    responses={200: {"content": {"application/zip": {}}}, **problems(404, 409, 410, 422, 500, 503)},
 )
 async def frames(session_id: SessionId, index: ChunkIndex, engine: EngineOf) -> Response:
     """One chunk's frames as PNG, lossless."""
     return Response(await engine.read.frames(session_id, index), media_type="application/zip")
+
+
+@router.get(
+    "/{index}/latents",
+    operation_id="getChunkLatents",
+    response_class=Response,
+    responses={200: {"content": {"application/octet-stream": {}}}, **problems(404, 410, 422, 500, 503)},
+)
+async def latents(session_id: SessionId, index: ChunkIndex, engine: EngineOf) -> Response:
+    """One chunk's clean latents [1, C, 3, h, w] as a safetensors file."""
+    return Response(await engine.read.latents(session_id, index), media_type="application/octet-stream")

@@ -1,7 +1,8 @@
 """Clients that go away: what was done for them stops, and what it held is freed."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from contextlib import aclosing
 from typing import TypeVar
 
 from fastapi import Request
@@ -37,6 +38,21 @@ async def _gone(request: Request) -> None:
         pass
 
 
+async def begun(request: Request, pieces: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None] | None:
+    """Wait for the first piece, so that what fails before it is a problem; then all of them, or None for none."""
+    first = await while_connected(request, anext(pieces, b""))
+    if not first:
+        return None
+
+    async def all_pieces() -> AsyncGenerator[bytes, None]:
+        async with aclosing(pieces):
+            yield first
+            async for piece in pieces:
+                yield piece
+
+    return all_pieces()
+
+
 class CutResponse(StreamingResponse):
     """A streamed answer that closes its generator when the client leaves, and is cut, not ended, by a problem.
 
@@ -44,21 +60,32 @@ class CutResponse(StreamingResponse):
         pieces: the body.
         media_type: its type.
         on_problem: hears of the problem that cuts it.
+        headers: further headers.
+        patience_s: seconds within which the client must take a piece, else the answer is cut; None for any time.
     """
 
     def __init__(
-        self, pieces: AsyncGenerator[bytes, None], media_type: str, on_problem: Callable[[ProblemError], None]
+        self,
+        pieces: AsyncGenerator[bytes, None],
+        media_type: str,
+        on_problem: Callable[[ProblemError], None] = lambda _: None,
+        headers: Mapping[str, str] | None = None,
+        patience_s: float | None = None,
     ) -> None:
-        super().__init__(pieces, media_type=media_type)
+        super().__init__(pieces, media_type=media_type, headers=headers)
         self._pieces = pieces
         self._on_problem = on_problem
+        self._patience_s = patience_s
 
     async def stream_response(self, send: Send) -> None:
         """Send the pieces. Without a last message the connection is closed, and no client takes the rest for whole."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             async for piece in self._pieces:
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
+                async with asyncio.timeout(self._patience_s):
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+        except TimeoutError:
+            return
         except ProblemError as problem:
             self._on_problem(problem)
             return
