@@ -57,14 +57,14 @@ class Settings(BaseSettings):
         0, ge=0, description="Chunks from one snapshot of a state to the next; 0: by its size and the time of a replay."
     )
     keep_snapshots: int = Field(2, ge=1, description="Newest state snapshots kept for each session.")
-    retain_chunks: int | None = Field(
-        None, ge=1, description="Newest chunks kept for each session, at least; of older ones only the digests stay."
+    retain_chunks: int = Field(
+        0, ge=0, description="Newest chunks kept for each session, at least; of older ones only digests stay. 0: all."
     )
     exact: Literal["prefer", "require"] = Field(
         "prefer", description="Whether to go on where a replay on other hardware gave other bits, or to refuse."
     )
     lease_s: float = Field(
-        10, ge=0.5, description="Seconds without a sign of life after which others take a session over."
+        10.0, ge=0.5, description="Seconds without a sign of life after which others take a session over."
     )
     replica_id: str = Field(
         "", pattern=r"^[\x21-\x7e]{0,64}$", description="Unique name of this server, the same after a restart."

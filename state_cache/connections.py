@@ -156,7 +156,6 @@ def _patience(timeout: float) -> dict[str, object]:
 def _transport() -> dict[str, object]:
     return {
         "socket_read_size": 1 << 20,
-        "health_check_interval": 15,
         "decode_responses": False,
         "parser_class": TimedParser,
         "command_packer": PythonRespSerializer(_JOIN_LIMIT, to_bytes),

@@ -10,7 +10,7 @@ from longtake.state_cache.client import Argument, Client, milliseconds
 from longtake.state_cache.errors import SessionNotFound
 from longtake.state_cache.protocol import CLAIM_SECONDS
 from longtake.state_cache.records import SessionRecord
-from longtake.state_cache.scripts import drop_claim, drop_mark, postpone
+from longtake.state_cache.scripts import drop_claim, drop_mark, mark, postpone
 
 
 class Directory:
@@ -64,7 +64,7 @@ class Directory:
 
     def litter(self, lineage: str) -> None:
         """Note that a lineage will have something to collect."""
-        self._client.run("ZADD", self._litter, milliseconds(self._client.run("TIME")), lineage)
+        mark(self._client, self._litter, lineage, milliseconds(self._client.run("TIME")))
 
     def littered(self, count: int) -> list[str]:
         """Lineages noted so, the longest ago first."""
@@ -75,9 +75,9 @@ class Directory:
         score = cast("bytes | float | None", self._client.run("ZSCORE", self._litter, lineage))
         return None if score is None else float(score)
 
-    def tidied(self, lineage: str, mark: float) -> None:
+    def tidied(self, lineage: str, score: float) -> None:
         """Forget a note, unless the lineage was noted again since."""
-        drop_mark(self._client, self._litter, lineage, mark)
+        drop_mark(self._client, self._litter, lineage, score)
 
     def claim(self, route_key: str, fingerprint: str, session_id: str) -> tuple[str, str]:
         """Bind a route key unless it is bound; the pair in force. Without `keep_claim` it lapses."""

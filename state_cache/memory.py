@@ -119,9 +119,9 @@ class MemoryStore:
             taken_over = other is not None and entry.leased_until is not None and not in_force
             if entry.fence is None or not in_force:
                 entry.fence = Fence(entry.fence.token + 1 if entry.fence else 1, secrets.token_hex(16))
+                self._litter[lineage_of(session_id)] = None
             entry.holder, entry.leased_until = holder, now + lease_s
             entry.prolong(now)
-            self._litter[lineage_of(session_id)] = None
             return Lease(entry.fence, taken_over)
 
     def renew(self, session_id: str, fence: Fence, lease_s: float) -> None:

@@ -236,7 +236,7 @@ class Store(Protocol):
         """
 
     def littered(self, limit: int = 100) -> Sequence[str]:
-        """Lineages that `collect` has not had since a session there was acquired, rewound or dropped."""
+        """Lineages that `collect` has not had since a session there got a new fence, was rewound or dropped."""
 
     def check(self) -> StoreStatus:
         """How the store is set up. Raises `StoreUnsuitable` when it could lose sessions by design or is too old."""

@@ -41,6 +41,7 @@ class Collector:
         self._client = client
         self._roots = SessionScript(client, "roots")
         self._horizon = SessionScript(client, "horizon")
+        self._drop = SessionScript(client, "drop")
         self._expire = SessionScript(client, "expire")
         self._free = SessionScript(client, "free")
         self._vacate = SessionScript(client, "vacate")
@@ -84,22 +85,22 @@ class Collector:
         branch = branch_of(root.path, horizon - 1)
         assert branch is not None
         try:
-            (moved,) = self._horizon(own, root.head.revision, horizon, branch)
+            (moved,) = self._horizon(own, root.head.revision, horizon, branch, lineage.epoch)
         except SessionNotFound:
             return False
         return bool(moved)
 
     def _drop_snapshots(self, keys: Keys, lineage: _Lineage, marked: Needed, names: set[str]) -> Collected:
         """Drop snapshots that are not needed; adds to `names` what the others name."""
-        dead = []
+        dropped = 0
         for branch, found in lineage.snapshots.items():
-            for index, data in found.items():
-                if (branch, index) in marked.snapshots:
-                    names.update(names_in(arena=decode(data, Arena)))
-                else:
-                    dead.append((branch, index))
-        self._client.run_all([("HDEL", keys.snapshots(branch), index) for branch, index in dead])
-        return Collected(snapshots=len(dead))
+            dead = [index for index in found if (branch, index) not in marked.snapshots]
+            for index in found.keys() - set(dead):
+                names.update(names_in(arena=decode(found[index], Arena)))
+            for batch in _batches(dead):
+                (count,) = self._drop(keys, lineage.epoch, branch, *batch)
+                dropped += cast("int", count)
+        return Collected(snapshots=dropped)
 
     def _drop_records(self, keys: Keys, branch: str, marked: Needed, names: set[str]) -> tuple[int, int]:
         """Drop a branch's records that no path leads through, empty those behind every horizon; counts of both.

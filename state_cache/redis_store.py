@@ -214,7 +214,8 @@ class RedisStore:
         (reply,) = self._of_session(session_id, ("HGETALL", self._keys(session_id).family))
         family = cast("Mapping[bytes, bytes]", reply)
         parents = {child.decode(): msgspec.msgpack.decode(data, type=Parent) for child, data in family.items() if data}
-        return {child: parent.chunk for child, parent in parents.items() if parent.session_id == session_id}
+        children = [child for child, parent in parents.items() if parent.session_id == session_id]
+        return {child: parents[child].chunk for child in self._those_there(children)}
 
     def put(self, session_id: str, data: Sequence[bytes | memoryview]) -> tuple[BlobRef, ...]:
         """See `Store.put`."""
@@ -289,9 +290,13 @@ class RedisStore:
         return replies
 
     def _those_of(self, owner: str, ids: Sequence[str]) -> Sequence[str]:
+        return [name for name, named in self._those_there(ids).items() if named == owner]
+
+    def _those_there(self, ids: Sequence[str]) -> Mapping[str, str]:
+        """Those of the sessions that are there, with their owners."""
         *heads, time = self._client.run_all([*map(self._standing, ids), ("TIME",)])
         found = zip(ids, cast("list[list[bytes | None]]", heads), strict=True)
-        return [name for name, head in found if _is_there(head, time) and head[2] == owner.encode()]
+        return {name: (head[2] or b"").decode() for name, head in found if _is_there(head, time)}
 
     def _standing(self, session_id: str) -> Sequence[Argument]:
         return "HMGET", self._keys(session_id).head, "chunk", "expires", "owner"

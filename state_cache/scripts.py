@@ -18,13 +18,16 @@ from longtake.state_cache.errors import (
     StoreError,
 )
 
-_FREEING = ("delete", "expire", "free", "lease", "roots", "vacate")
+_FREEING = ("delete", "drop", "expire", "free", "lease", "roots", "vacate")
 _UNCLAIM = """#!lua flags=allow-oom
 if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end
 return 0
 """
 _POSTPONE = """#!lua flags=allow-oom
 return redis.call('ZADD', KEYS[1], 'XX', ARGV[1], ARGV[2])
+"""
+_MARK = """#!lua flags=allow-oom
+return redis.call('ZADD', KEYS[1], ARGV[1], ARGV[2])
 """
 _UNMARK = """#!lua flags=allow-oom
 local mark = redis.call('ZSCORE', KEYS[1], ARGV[1])
@@ -147,6 +150,11 @@ def drop_claim(client: Client, key: str, value: bytes) -> None:
 def postpone(client: Client, index: str, member: str, score: float) -> None:
     """Change the score of a sorted set's member; one that is not there stays away."""
     client.script(_POSTPONE)([index], [score, member])
+
+
+def mark(client: Client, index: str, member: str, score: float) -> None:
+    """Put a member into a sorted set, or change its score, also when the server has no memory left."""
+    client.script(_MARK)([index], [score, member])
 
 
 def drop_mark(client: Client, index: str, member: str, score: float) -> None:

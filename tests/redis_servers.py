@@ -18,30 +18,39 @@ from redis.retry import Retry
 
 
 class OwnServer:
-    """A server process; `raw` is a client of its own."""
+    """A server process.
 
-    def __init__(self, folder: Path, *options: str, sentinel: bool = False) -> None:
+    Args:
+        folder: its working directory.
+        options: of its command line.
+        address: of a client, which waits until it answers.
+    """
+
+    def __init__(self, folder: Path, *options: str, **address: str | int | bool) -> None:
         if (binary := shutil.which("redis-server")) is None:
             (pytest.fail if "CI" in os.environ else pytest.skip)("redis-server is not installed")
         self.folder = folder
-        command = [binary, *options, "--dir", str(folder), "--logfile", str(folder / "log")]
-        self.process = subprocess.Popen([*command, "--sentinel"] if sentinel else command)
+        self.raw = redis.Redis(**address, retry=Retry(NoBackoff(), 0))  # type: ignore[arg-type]
+        self._command = [binary, *options, "--dir", str(folder), "--logfile", str(folder / "log")]
 
-    def wait(self, raw: "redis.Redis") -> Self:
-        """Until it answers, with an error or not."""
+    def start(self) -> None:
+        """Start it, and wait until it answers, be it with an error."""
+        self.process = subprocess.Popen(self._command)
         pause = threading.Event()
         for _ in range(1000):
             with contextlib.suppress(redis.ConnectionError):
                 with contextlib.suppress(redis.AuthenticationError, redis.BusyLoadingError):
-                    raw.ping()
-                return self
+                    self.raw.ping()
+                return
             pause.wait(0.01)
         raise TimeoutError("redis-server did not start")
 
     def __enter__(self) -> Self:
+        self.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.raw.close()
         self.process.kill()
         self.process.wait()
 
@@ -51,11 +60,7 @@ def own_server(*options: str) -> Iterator[tuple[str, OwnServer]]:
     """URL of a server on a unix socket that nobody else uses, and its process."""
     with tempfile.TemporaryDirectory(prefix="lt-") as folder:
         places = ("--port", "0", "--unixsocket", f"{folder}/s", "--save", "")
-        with (
-            OwnServer(Path(folder), *places, *options) as server,
-            redis.Redis(unix_socket_path=f"{folder}/s", retry=Retry(NoBackoff(), 0)) as raw,
-        ):
-            server.wait(raw)
+        with OwnServer(Path(folder), *places, *options, unix_socket_path=f"{folder}/s") as server:
             yield f"unix://{folder}/s", server
 
 

@@ -1,5 +1,6 @@
 """The command line, run as a user runs it: processes, files and videos."""
 
+import json
 import re
 import subprocess
 import sys
@@ -59,6 +60,31 @@ def test_generate_and_go_on_and_drop(tmp_path: Path) -> None:
         assert session in longtake("sessions", "ls", *here, cwd=tmp_path)
         longtake("sessions", "rm", session, *here, cwd=tmp_path)
         assert session not in longtake("sessions", "ls", *here, cwd=tmp_path)
+
+
+def test_fork_rewind_and_the_tree(tmp_path: Path) -> None:
+    (tmp_path / "first.png").write_bytes(picture())
+    with private_server(tmp_path / "data") as server:
+        here = ("--server", server.url)
+        said = longtake("generate", "first.png", "--actions", "w-48", "--prompt", "a quay", *here, cwd=tmp_path)
+        parent = re.findall(r"session (ses_\w+)", said)[0]
+        child = longtake("sessions", "fork", parent, "--from-chunk", "0", "--seed", "9", *here, cwd=tmp_path).strip()
+        longtake("generate", "--session", child, "--prompt", "a red pier", *here, cwd=tmp_path)
+        longtake("generate", "--session", child, "--actions", "d-24", "--prompt", "a pier", *here, cwd=tmp_path)
+        back = longtake("sessions", "rewind", parent, "--to-chunk", "-1", *here, cwd=tmp_path)
+        assert back == f"{parent}: the next chunk is 0\n"
+        show = [sys.executable, "-m", "longtake.server", "sessions", "show", child, *here]
+        shown = subprocess.run(show, cwd=tmp_path, capture_output=True, text=True, check=True)
+        session = json.loads(shown.stdout)
+        assert (session["parent"], session["seed"], session["prompt"], session["next_chunk"]) == (
+            parent,
+            9,
+            "a pier",
+            2,
+        )
+        root, branch = shown.stderr.splitlines()
+        assert root == f"{parent}  0 chunks"
+        assert branch.endswith(f"{child}  2 chunks  from chunk 0")
 
 
 MISTAKES = {

@@ -4,7 +4,7 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import BinaryIO
 
@@ -17,7 +17,7 @@ from longtake.state_cache import StoreError, StoreFull, StoreUnavailable, StoreU
 from longtake.state_cache.breaker import PAUSE_SECONDS
 from longtake.state_cache.client import Client
 
-SECRET = "hunter2"
+SECRET = "hunter2"  # noqa: S105
 
 
 @contextlib.contextmanager
@@ -63,12 +63,13 @@ def test_a_server_that_comes_back_is_found() -> None:
         client.run("PING")
         server.process.kill()
         server.process.wait()
-        with pytest.raises(StoreUnavailable, match="refused|reset|closed|hung up|Connection"):
-            client.run("PING")
         with pytest.raises(StoreUnavailable, match="Connection refused"):
             client.run("PING")
         with pytest.raises(StoreUnavailable, match="a moment ago"):
             client.run("PING")
+        server.start()
+        threading.Event().wait(PAUSE_SECONDS)
+        assert client.run("PING")
 
 
 def test_one_lost_connection_does_not_open_the_breaker(redis_server: str) -> None:
@@ -167,27 +168,36 @@ def test_what_a_user_may_not_do_is_told_and_does_not_open_the_breaker(redis_serv
 
 
 def test_a_script_that_never_ends_is_told_apart() -> None:
-    with own_server("--busy-reply-threshold", "10") as (url, _), client_of(url, 5) as client:
-        with ThreadPoolExecutor() as pool, redis.Redis.from_url(url) as raw:
-            endless = pool.submit(client.run, "EVAL", "while true do end", 0)
-            with pytest.raises(StoreUnavailable, match="busy with a script"):
-                for _ in iter(endless.done, True):
-                    client.run("GET", "key")
-            raw.script_kill()
-            with pytest.raises(StoreError):
-                endless.result()
+    with (
+        own_server("--busy-reply-threshold", "10") as (url, _),
+        client_of(url, 5) as client,
+        redis.Redis.from_url(url) as raw,
+        ThreadPoolExecutor() as pool,
+    ):
+        endless = pool.submit(client.run, "EVAL", "while true do end", 0)
+        with pytest.raises(StoreUnavailable, match="busy with a script"):
+            repeat(lambda: client.run("GET", "key"))
+        raw.script_kill()
+        with pytest.raises(StoreError):
+            endless.result()
 
 
 def test_a_disk_that_can_not_be_written_is_told_apart() -> None:
-    with own_server() as (url, server), client_of(url) as client:
+    with own_server("--enable-protected-configs", "yes") as (url, server), client_of(url) as client:
         (server.folder / "away").mkdir()
         client.run("CONFIG", "SET", "dir", str(server.folder / "away"), "save", "3600 1")
         (server.folder / "away").rmdir()
         client.run("BGSAVE")
         with pytest.raises(StoreUnavailable, match="disk"):
-            for _ in range(1000):
-                client.run("SET", "key", "value")
-                threading.Event().wait(0.01)
+            repeat(lambda: client.run("SET", "key", "value"))
+
+
+def repeat(call: Callable[[], object]) -> None:
+    """Until it fails, for ten seconds at most."""
+    pause = threading.Event()
+    for _ in range(1000):
+        call()
+        pause.wait(0.01)
 
 
 def test_bulk_transfers_never_hold_up_a_command(redis_server: str) -> None:
@@ -200,7 +210,7 @@ def test_bulk_transfers_never_hold_up_a_command(redis_server: str) -> None:
 
 def test_a_bulk_connection_in_trouble_is_not_used_again(redis_server: str) -> None:
     with client_of(redis_server, connections=1) as client:
-        with pytest.raises(RuntimeError), client.bulk() as bulk:
+        with contextlib.suppress(RuntimeError), client.bulk() as bulk:
             bulk.send([("ECHO", "of somebody else")])
             raise RuntimeError
         with client.bulk() as bulk:

@@ -42,6 +42,8 @@ def test_every_setting_is_documented_with_its_default(monkeypatch: pytest.Monkey
         "generate",
         "sessions ls",
         "sessions show",
+        "sessions fork",
+        "sessions rewind",
         "sessions rm",
         "trajectory show",
         "trajectory convert",

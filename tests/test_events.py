@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import httpx
 import pytest
+from faults.toy_model import ToyModel
 from live_clients import LiveClient, StepModel, begin_on, until
 from server_fixtures import client_of, path, post
 from store_fixtures import make_rewind, make_session, take, write
@@ -15,12 +16,13 @@ from store_fixtures import make_rewind, make_session, take, write
 from longtake.api_schemas.problems import ProblemError
 from longtake.server.engine.engine import Engine
 from longtake.server.engine.events import EventLimits, Events
+from longtake.server.engine.limits import Limits
 from longtake.server.engine.metrics import Metrics
 from longtake.server.engine.store_calls import StoreCalls
 from longtake.server.engine.workers import Workers
 from longtake.server.model.world import ModelSpec
 from longtake.server.routes import sessions
-from longtake.state_cache import ChunkRecord, Fence, MemoryStore, StoreUnavailable
+from longtake.state_cache import ChunkRecord, Fence, Head, MemoryStore, SessionRecord, StoreUnavailable
 
 QUIET = EventLimits(poll_s=1000, heartbeat_s=1000)
 """Nothing happens but what a test does."""
@@ -282,21 +284,26 @@ async def test_a_store_that_is_away_is_told_once_and_passes(events_of: Callable[
     class Away(MemoryStore):
         away = False
 
-        def chunks(self, session_id: str, start: int, stop: int) -> list[ChunkRecord]:
+        def read(self, session_id: str) -> tuple[SessionRecord, Head, Fence | None]:
             if self.away:
                 raise StoreUnavailable("gone")
-            return super().chunks(session_id, start, stop)
+            return super().read(session_id)
 
     session = Take(store := Away())
-    async with listening(events_of(store, replace(QUIET, poll_s=0.005)), session.id) as line:
-        store.away = True
+    limits = EventLimits(poll_s=0.002, heartbeat_s=0.01)
+    async with listening(events_of(store, limits), session.id) as line:
         session.write(1)
-        told = await line.take(3)
-        assert [event.what for event in told] == [("error", "store_unavailable"), *[("heartbeat", None)] * 2]
-        store.away = False
         while (event := await line.next()).name == "heartbeat":
             pass
         assert event.what == ("chunk", 0)
+        store.away = True
+        told = [event for event in await line.take(5) if event.name != "heartbeat"]
+        assert [event.what for event in told] == [("error", "store_unavailable")]
+        store.away = False
+        session.write(1)
+        while (event := await line.next()).name == "heartbeat":
+            pass
+        assert event.what == ("chunk", 1)
 
 
 async def test_only_so_many_may_listen(events_of: Callable[..., Events], session: Take) -> None:
@@ -375,11 +382,14 @@ async def test_a_browser_hears_of_a_request(stepped: tuple[Engine, StepModel]) -
     async with client_of(engine) as http:
         step.permits.release(2)
         made = (await post(http, session, path(48))).json()["data"]
-        told = await heard(client, 6)
+        told: list[Seen] = []
+        while sum(event.name == "chunk" for event in told) < 2:
+            told += await heard(client, 1)
         assert [event.data for event in told if event.name == "chunk"] == made
         assert [event.id for event in told if event.id] == ["0-0", "0-1"]
-        stages = {(event.data or {})["stage"] for event in told if event.name == "progress"}
-        assert stages == {"computing", "committing"}
+        for index in range(2):
+            stages = [event.what[1] for event in told if (event.data or {}).get("chunk") == index]
+            assert stages[-2:] == ["computing", "committing"]
         await http.post(f"{session}/rewind", json={"to_chunk": 0})
         assert [event.what for event in await heard(client, 1)] == [("rewound", 0)]
         await http.delete(session)
@@ -438,6 +448,21 @@ async def test_refusals_are_problems(http: httpx.AsyncClient, engine: Engine) ->
     session = await begin_on(engine)
     bad = await http.get(f"{session}/events", headers={"Last-Event-ID": "soon"})
     assert (bad.status_code, bad.json()["errors"][0]["field"]) == (422, "Last-Event-ID")
+
+
+async def test_a_request_that_fails_is_told(memory: MemoryStore) -> None:
+    engine = Engine(ToyModel(fail_at=1), memory, Limits())
+    session = await begin_on(engine)
+    client = get(engine, session)
+    assert await client.status() == 200
+    async with client_of(engine) as http:
+        assert (await post(http, session, path(48))).json()["code"] == "internal_error"
+    while (event := (await heard(client, 1))[0]).name != "error":
+        pass
+    assert event.data == {"code": "internal_error"}
+    client.leave()
+    await client.task
+    engine.close()
 
 
 async def test_draining_sends_everyone_away(stepped: tuple[Engine, StepModel]) -> None:

@@ -6,8 +6,10 @@ from collections.abc import AsyncIterator, Iterator
 import httpx
 import pytest
 from faults.toy_model import ToyModel
-from server_fixtures import begin, client_of, digests, path, post
+from server_fixtures import MAX_BODY, begin, client_of, digests, path, post
 
+from longtake.server.app import create_app
+from longtake.server.doors import ApiKeys, Doors
 from longtake.server.engine.branching import rewound
 from longtake.server.engine.engine import Engine
 from longtake.server.engine.limits import Limits
@@ -20,9 +22,12 @@ from longtake.state_cache import (
     Holder,
     MemoryStore,
     RequestRecord,
+    Retention,
     Rewind,
     SessionRecord,
+    Store,
     StoreUnavailable,
+    lineage_of,
 )
 
 Digest = tuple[int, str, str]
@@ -403,6 +408,23 @@ async def test_a_session_that_another_server_works_on(quick: httpx.AsyncClient, 
     assert (await rewind(quick, session, -1))["next_chunk"] == 0
 
 
+async def test_a_fork_belongs_to_the_key_of_its_parent(toy: Engine) -> None:
+    app = create_app(toy, MAX_BODY, Doors(ApiKeys(["mine", "yours"])))
+    transport = httpx.ASGITransport(app)
+    mine, yours = [
+        httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", headers={"Authorization": f"Bearer {key}"})
+        for key in ("mine", "yours")
+    ]
+    async with mine, yours:
+        parent = await begin(mine)
+        for how, field in (("fork", "from_chunk"), ("rewind", "to_chunk")):
+            assert (await branch(yours, parent, how, **{field: -1})).json()["code"] == "session_not_found"
+        child = await fork(mine, parent, -1)
+        assert (await yours.get(child)).status_code == 404
+        assert (await yours.get(f"{child}/events")).status_code == 404
+        assert [len((await who.get("/v1/sessions")).json()["data"]) for who in (mine, yours)] == [2, 0]
+
+
 async def test_a_rewind_waits_for_what_runs_here(quick: httpx.AsyncClient) -> None:
     session = await begin(quick)
     advance = asyncio.create_task(post(quick, session, path(240)))
@@ -432,3 +454,32 @@ async def test_a_fork_of_the_served_model_has_the_frames_of_its_parent(model: Wo
         for kind in ("frames", "video", "latents"):
             assert (await http.get(f"{child}/chunks/1/{kind}")).status_code == 200
     engine.close()
+
+
+async def test_on_every_store_with_two_servers(any_store: Store) -> None:
+    """Two servers take turns; what one was answered, the other answers too."""
+    engines = [Engine(ToyModel(), any_store, Limits(retention=Retention(chunks=4))) for _ in range(2)]
+    here, there = [client_of(engine) for engine in engines]
+    async with here, there:
+        parent = await begin(here)
+        whole = digests(await post(here, parent, path(96)))
+        child = await fork(there, parent, 1, key="f")
+        assert await fork(here, parent, 1, key="f") == child
+        assert digests(await post(there, child, path(48, start=49))) == whole[2:]
+        await post(here, parent, path(24, start=97), key="gone")
+        back = await branch(there, parent, "rewind", to_chunk=0, key="r")
+        assert (await branch(here, parent, "rewind", to_chunk=0, key="r")).content == back.content
+        assert (await post(there, parent, path(24, start=97), key="gone")).json()["code"] == "rewound"
+        assert digests(await post(here, parent, path(72, start=25))) == whole[1:]
+        await post(here, parent, path(240, start=97))
+        for engine in engines:
+            await engine.settle()
+        any_store.collect(lineage_of(parent.rsplit("/", 1)[1]), Retention(chunks=4))
+        oldest = int(str((await state(there, parent))["rewind_from"]))
+        assert oldest > 0
+        assert (await branch(there, parent, "rewind", to_chunk=oldest - 1)).json()["code"] == "chunk_expired"
+        assert await fork(there, parent, oldest)
+        assert (await rewind(there, parent, oldest))["next_chunk"] == oldest + 1
+        assert await log(here, child) == whole
+    for engine in engines:
+        engine.close()

@@ -127,7 +127,8 @@ def test_a_server_that_becomes_full_refuses_the_rest_and_nothing_is_mixed_up(
 ) -> None:
     kept = make_blobs(1)
     refs = blobs.put(PREFIX, kept)
-    limit = raw.config_get("maxmemory")["maxmemory"]
+    limit, clients = (raw.config_get(name)[name] for name in ("maxmemory", "maxmemory-clients"))
+    raw.config_set("maxmemory-clients", 0)  # a share of so little memory that the upload would be disconnected
     raw.config_set("maxmemory", raw.info("memory")["used_memory"] + 5 * MAX_BLOB)
     try:
         with pytest.raises(StoreFull):
@@ -135,6 +136,7 @@ def test_a_server_that_becomes_full_refuses_the_rest_and_nothing_is_mixed_up(
         assert fetch(blobs, refs) == kept
     finally:
         raw.config_set("maxmemory", limit)
+        raw.config_set("maxmemory-clients", clients)
     assert fetch(blobs, refs) == kept
 
 
@@ -201,7 +203,7 @@ def test_a_reply_that_trickles_in_ends_at_the_time_limit() -> None:
         (b"-LOADING wait\r\n", StoreUnavailable),
         (b"_\r\n", BlobsMissing),
         (b"$-1\r\n", BlobsMissing),
-        (b"$1000\r\n" + DATA + b"xx", BlobCorrupt),
+        (b"$1000\r\n" + DATA[::-1] + b"\r\n", BlobCorrupt),
     ],
 )
 def test_other_replies_are_named(reply: bytes, kind: type[Exception]) -> None:

@@ -28,6 +28,7 @@ def test_the_api_keeps_to_its_schema(tmp_path: Path) -> None:
         (tmp_path / "schemathesis.toml").write_text(known)
         command = [Path(sys.executable).parent / "schemathesis", "run", f"{server.url}/openapi.json"]
         command += ["--exclude-method", "DELETE"]  # the session is needed to the end
+        command += ["--exclude-path-regex", "/events$"]  # its answer has no end
         command += ["--checks", ",".join(CHECKS), "--max-examples", "25", "--seed", "7", "--mode", "all"]
         command += [
             "--phases",

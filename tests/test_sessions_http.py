@@ -21,6 +21,7 @@ async def test_a_new_session_tells_where_it_stands(http: httpx.AsyncClient) -> N
     assert answer.headers["Location"] == f"/v1/sessions/{session.id}"
     assert (session.next_chunk, session.next_frame, session.pending_poses, session.revision) == (0, 1, 0, 0)
     assert (session.prompt, session.seed, session.model, session.parent) == ("a quay", 3, "tiny-untrained", None)
+    assert (session.forked_at, session.forks, session.rewind_from, session.exact_until) == (None, [], -1, None)
     assert (session.chunk.frames, session.chunk.fps, session.chunk.width, session.chunk.height) == (24, 16, 320, 192)
     assert abs((datetime.now(session.created_at.tzinfo) - session.created_at).total_seconds()) < 60
     assert any("60 degrees" in warning for warning in session.warnings)

@@ -20,6 +20,9 @@ from longtake.state_cache import Head
 PAGE = 32
 """Chunks that are read from the log at once."""
 
+PATIENCE = 8
+"""How many times rarer a store is asked that has just failed."""
+
 HEARTBEAT = b":\n\n"
 _ID = re.compile(r"(\d{1,9})-(-1|\d{1,10})", re.ASCII)
 
@@ -173,8 +176,7 @@ class Events:
             while not listener.dismissed:
                 for event in (*listener.told(), *await self._news(session_id, listener)):
                     yield event
-                pause = self._limits.poll_s if listener.failing else self._limits.heartbeat_s
-                if not listener.dismissed and not await listener.is_woken(pause):
+                if not listener.dismissed and not await listener.is_woken(self._limits.heartbeat_s):
                     yield HEARTBEAT
 
     async def _news(self, session_id: str, listener: _Listener) -> list[bytes]:
@@ -228,19 +230,20 @@ class Events:
                 del self._topics[session_id]
 
     async def _poll(self, session_id: str) -> None:
-        """Wake the listeners when the session has moved, or is gone."""
+        """Wake the listeners when the session has moved, is gone, or can be read again."""
         seen: Position | None = None
+        pause = self._limits.poll_s
         while True:
-            await asyncio.sleep(self._limits.poll_s)
+            await asyncio.sleep(pause)
+            pause, before, seen = self._limits.poll_s, seen, None
             try:
-                now = Position.of((await self._calls.call(self._store.read, session_id))[1])
+                seen = Position.of((await self._calls.call(self._store.read, session_id))[1])
             except ProblemError as problem:
-                if problem.code == "session_not_found":
-                    self.moved(session_id)
-                continue
-            if now != seen:
+                if problem.code != "session_not_found":
+                    pause *= PATIENCE
+                    continue
+            if seen is None or seen != before:
                 self.moved(session_id)
-            seen = now
 
     def _tell(self, session_id: str, name: EventName, data: EventData) -> None:
         if session_id in self._topics:

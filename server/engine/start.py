@@ -49,7 +49,7 @@ def start_engine(settings: Settings) -> Iterator[Engine]:
             device_state_bytes=settings.device_state_bytes,
             host_state_bytes=settings.host_state_bytes,
             snapshot_every=settings.snapshot_every,
-            retention=Retention(settings.keep_snapshots, settings.retain_chunks),
+            retention=Retention(settings.keep_snapshots, settings.retain_chunks or None),
             exact_required=settings.exact == "require",
             lease_s=settings.lease_s,
             ttl_s=settings.ttl_s or (WEEK if settings.state_url else None),

@@ -203,6 +203,7 @@ class _Check:
             return None
         if record.index != index:
             self._problem(index, f"its record is that of chunk {record.index}")
+            return None
         if record.expired:
             self._report.expired += 1
             if index >= self._head.horizon:

@@ -5,7 +5,7 @@ import json
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -89,12 +89,12 @@ class Cluster:
 
     Args:
         zygote: what forks them.
-        urls: store URL of each replica.
+        urls: store URL of each replica; None for one with a store of its own.
         prefix: of the store's keys.
         environment: settings of every replica.
     """
 
-    def __init__(self, zygote: Zygote, urls: list[str], prefix: str = "lt", **environment: str) -> None:
+    def __init__(self, zygote: Zygote, urls: Sequence[str | None], prefix: str = "lt", **environment: str) -> None:
         self.zygote = zygote
         self.prefix = prefix
         self.findings = Findings()
@@ -118,9 +118,9 @@ class Cluster:
         """Replicas that could answer now."""
         return [replica for replica in self.replicas if replica.alive and not replica.frozen]
 
-    def store(self, url: str | None = None) -> RedisStore:
+    def store(self, url: str) -> RedisStore:
         """The store as the servers use it."""
-        return RedisStore(url or self._urls[0], self.prefix)
+        return RedisStore(url, self.prefix)
 
     def send(
         self,
@@ -163,11 +163,9 @@ class Cluster:
             self._http.close()
 
     def _forked(self, place: int, failpoints: str = "", **environment: str) -> Replica:
-        settings = {
-            "LONGTAKE_STATE_URL": self._urls[place],
-            "LONGTAKE_KEY_PREFIX": self.prefix,
-            "LONGTAKE_REPLICA_ID": f"replica-{place}",
-        }
+        settings = {"LONGTAKE_KEY_PREFIX": self.prefix, "LONGTAKE_REPLICA_ID": f"replica-{place}"}
+        if (url := self._urls[place]) is not None:
+            settings["LONGTAKE_STATE_URL"] = url
         return self.zygote.fork(failpoints, **settings | self._environment | environment)
 
 

@@ -41,14 +41,16 @@ def test_a_zombie_can_not_attach_its_snapshot(world: World) -> None:
     """Fault 7 for snapshots: what a zombie uploads after a rewind by somebody else is not taken for the new chunk's state."""
     take = begun(world)
     zombie = world.cluster.restart(0, "snapshot.uploaded=stop")
-    world.cluster.send(zombie, "POST", f"{take.path}/chunks", Move(poses=path(24, 37)).body(), key="a")
-    take.truth = take.truth.moved(Move(poses=path(24, 37)))
+    move = Move(poses=path(24, 37))
+    running = in_thread(lambda: world.cluster.send(zombie, "POST", f"{take.path}/chunks", move.body(), key="a"))
     zombie.wait_frozen()
+    take.truth = take.truth.moved(move)
     here = world.another(only=1)
     here.rewind(take, 0, 99)
     here.advance(take, Move(poses=path(24, 25, 0.004)), "application/json")
     zombie.thaw()
-    until(lambda: world.cluster.send(zombie, "GET", "/readyz").status == 200)
+    assert running.result(10).status == 201, "its chunk was committed before the rewind"
+    assert zombie.stop() == 0
     world.cluster.restart(0)
     world.another(only=0).advance(take, Move(poses=path(24, 49, 0.004)), "application/json")
     world.settle()

@@ -13,6 +13,7 @@ from faults.check import fsck
 from faults.cluster import until
 from faults.fixtures import MakeWorld, World, in_thread
 from faults.players import Player
+from faults.proxy import FaultProxy
 from faults.stores import StoreServer, small_disk
 from faults.test_commit_steps import begun
 from faults.truth import Move, path
@@ -73,7 +74,7 @@ def test_a_store_that_writes_every_second_loses_and_says_so(make_world: MakeWorl
     assert take.truth.next_chunk > kept.next_chunk
     for each in world.cluster.replicas:  # those that have the lost chunks in memory, too
         body = Move(poses=path(24, 97)).body() | {"expected_chunk": take.truth.next_chunk}
-        answer = world.cluster.send(each, "POST", f"{take.path}/chunks", body, key=f"more {each.pid}")
+        answer = world.cluster.send(each, "POST", f"{take.path}/chunks", body, key=f"more-{each.pid}")
         assert (answer.status, answer.code) == (409, "state_rolled_back")
         assert answer.json["next_chunk"] == kept.next_chunk
     take.truth = kept
@@ -346,29 +347,34 @@ def test_a_failover_to_a_replica_that_lags(make_world: MakeWorld, tmp_path: Path
     expects them, and the takes go on from where the new primary stands: never a silent fork."""
     world = make_world()
     take = begun(world)
-    with StoreServer("valkey", tmp_path / "lagging") as other:
-        other.raw.execute_command("REPLICAOF", "127.0.0.1", str(world.store.port))
-        until(lambda: other.raw.info("replication")["master_link_status"] == "up")
-        world.store.raw.wait(1, 3000)
+    with StoreServer("valkey", tmp_path / "lagging") as other, FaultProxy(world.store.port) as link:
+        other.raw.execute_command("REPLICAOF", "127.0.0.1", str(link.port))
+        until(lambda: in_step(world.store, other), what="replication")
         kept = take.truth
-        other.freeze()
+        link.partition()
         world.player.advance(take, Move(poses=path(60, 37)), "application/json")
+        lost = take.truth.next_chunk
         world.store.kill()
-        other.thaw()
+        link.refuse()
         other.raw.execute_command("REPLICAOF", "NO", "ONE")
         for proxy in world.proxies:
             proxy.redirect(other.port)
-        lost = take.truth.next_chunk
         take.truth = kept
-        answer = world.player.caller.call(
-            "POST", f"{take.path}/chunks", Move(pad=True).body() | {"expected_chunk": lost}, key="after"
-        )
+        body = Move(poses=path(24, 97)).body() | {"expected_chunk": lost}
+        answer = world.player.caller.call("POST", f"{take.path}/chunks", body, key="after")
         assert (answer.status, answer.code) == (409, "state_rolled_back")
         for place in (0, 1):
             world.another(only=place).advance(take, accept="application/json")
         world.store.close()
         world.store = other
         world.settle()
+
+
+def in_step(primary: StoreServer, other: StoreServer) -> bool:
+    """Whether a replica of a store has all that was written."""
+    there = other.raw.info("replication")
+    offset = primary.raw.info("replication")["master_repl_offset"]
+    return there.get("master_link_status") == "up" and there["slave_repl_offset"] == offset
 
 
 def test_a_stalled_replica_of_the_store(make_world: MakeWorld, tmp_path: Path) -> None:
@@ -379,13 +385,16 @@ def test_a_stalled_replica_of_the_store(make_world: MakeWorld, tmp_path: Path) -
     take = begun(world)
     with StoreServer("valkey", tmp_path / "stalled") as other:
         other.raw.execute_command("REPLICAOF", "127.0.0.1", str(world.store.port))
-        until(lambda: other.raw.info("replication")["master_link_status"] == "up")
+        until(lambda: in_step(world.store, other), what="replication")
         other.freeze()
         for _ in range(16):
             world.player.advance(take, Move(poses=path(24, take.truth.next_frame)), "application/json")
         other.thaw()
-        until(lambda: world.store.raw.wait(1, 1000) == 1, 30, "a resynchronisation")
-        world.player.settle(world.cluster.store(other.url))  # what the replica has is the whole truth
+        until(lambda: in_step(world.store, other), 30, "a resynchronisation")
+        assert other.raw.info("replication")["master_link_status"] == "up"
+        books = world.cluster.store(other.url)  # what the replica has is the whole truth
+        world.player.settle(books)
+        books.close()
     world.settle()
 
 
