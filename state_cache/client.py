@@ -1,5 +1,6 @@
 """Commands to a Redis or Valkey server: big values without copies, time limits, and no second attempts."""
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import cast
@@ -44,9 +45,9 @@ class Client:
         with self._call():
             return self._redis.execute_command(*command)  # type: ignore[no-untyped-call]
 
-    def run_all(self, commands: Iterable[Sequence[Argument]]) -> list[object]:
-        """Replies to commands sent together, not as one atomic step. Raises the first failure among them."""
-        with self._call(), self._redis.pipeline(transaction=False) as pipeline:
+    def run_all(self, commands: Iterable[Sequence[Argument]], *, atomic: bool = False) -> list[object]:
+        """Replies to commands sent together, as one atomic step or not. Raises the first failure among them."""
+        with self._call(), self._redis.pipeline(transaction=atomic) as pipeline:
             for command in commands:
                 pipeline.execute_command(*command)  # type: ignore[no-untyped-call]
             replies: list[object] = pipeline.execute(raise_on_error=False)
@@ -101,13 +102,18 @@ class ServerScript:
     """A Lua script of the server; called with keys and arguments, it returns what the script returns."""
 
     def __init__(self, connection: redis.Redis, text: str, call: Callable[[], AbstractContextManager[None]]) -> None:
-        self._script = connection.register_script(text)
+        self._connection = connection
+        self._text = text
+        self._digest = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
         self._call = call
 
     def __call__(self, keys: Sequence[str], arguments: Sequence[Argument]) -> object:
         """Run it, as one atomic step of the server. Raises `StoreUnavailable`, `StoreFull`."""
         with self._call():
-            return self._script(list(keys), list(arguments))
+            try:
+                return self._connection.evalsha(self._digest, len(keys), *keys, *arguments)
+            except redis.exceptions.NoScriptError:  # refused before it ran; sent whole, it can not be refused again
+                return self._connection.eval(self._text, len(keys), *keys, *arguments)
 
 
 def milliseconds(time: object) -> int:

@@ -88,6 +88,13 @@ def save_file(store: Store, session_id: str, data: bytes) -> File:
     return File(len(data), store.put(session_id, pack_file(data)))
 
 
+def save_both(store: Store, session_id: str, tensors: Mapping[str, Tensor], data: bytes) -> tuple[Arena, File]:
+    """Put tensors and a byte string into the store in one call, which is faster than two."""
+    refs, blobs = pack(tensors)
+    names = store.put(session_id, [*blobs, *pack_file(data)])
+    return Arena(refs, names[: len(blobs)]), File(len(data), names[len(blobs) :])
+
+
 def load_file(store: Store, session_id: str, file: File) -> bytes:
     """A byte string back from the store. Raises `BlobsMissing`, `BlobCorrupt`, `SchemaError`."""
     return unpack_file(file, store.get(session_id, file.blobs))

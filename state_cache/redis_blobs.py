@@ -6,18 +6,21 @@ from typing import TypeVar, cast
 
 from longtake.state_cache.blobs import MAX_BLOB, ORPHAN_SECONDS, describe, verify
 from longtake.state_cache.bulk import Bulk, UnexpectedReply
-from longtake.state_cache.client import Client
+from longtake.state_cache.client import Argument, Client
 from longtake.state_cache.errors import BlobsMissing
 from longtake.state_cache.failpoints import failpoint
 from longtake.state_cache.records import BlobRef
 
+_SENT_UNSEEN = 1 << 18  # bytes that are sent without a look whether they are there: cheaper than a round trip
 _LOOK = 256  # names asked for at a time
 _TURN = 128  # blobs moved before others may have the connection
-_SEND_WINDOW = 8  # blobs sent before the replies to those before are read
+_SEND_WINDOW = 4 * MAX_BLOB  # bytes in one transaction, which a server that syncs always syncs once
 _RECEIVE_WINDOW = 2 * MAX_BLOB  # bytes asked for before those asked for earlier have arrived: servers buffer them
-_RECEIVE_COUNT = 64
+_MOST = 32  # blobs in a window
 
+Name = TypeVar("Name", str, BlobRef)
 Item = TypeVar("Item")
+Blob = tuple[str, memoryview]
 Place = tuple[BlobRef, memoryview]
 
 
@@ -30,12 +33,15 @@ class RedisBlobs:
     def put(self, prefix: str, data: Sequence[bytes | memoryview]) -> tuple[BlobRef, ...]:
         """See `Store.put`."""
         refs = tuple(describe(blob) for blob in data)
-        unseen = dict(zip([prefix + ref.name for ref in refs], data, strict=True))
-        for key in self._present(list(unseen)):
-            del unseen[key]
-        for turn in _parts(list(unseen.items()), _TURN):
-            with self._client.bulk() as bulk:
-                _send(bulk, turn)
+        blobs = {prefix + ref.name: memoryview(blob).cast("B") for ref, blob in zip(refs, data, strict=True)}
+        if _size(blobs.values()) > _SENT_UNSEEN:
+            for key in self._present(list(blobs)):
+                del blobs[key]
+        if _size(blobs.values()) > _SEND_WINDOW:
+            self._put_many(list(blobs.items()))
+        elif blobs:
+            self._client.run_all([*map(_prolong, blobs), *map(_set, blobs.items())], atomic=True)
+            failpoint("put.middle")
         return refs
 
     def get(self, prefix: str, refs: Sequence[BlobRef]) -> list[bytes]:
@@ -54,23 +60,35 @@ class RedisBlobs:
                 for ref, buffer in turn:
                     buffer[:] = self.get(prefix, [ref])[0]
 
+    def _put_many(self, blobs: Sequence[Blob]) -> None:
+        for turn in _parts(blobs, _TURN):
+            with self._client.bulk() as bulk:
+                _send(bulk, turn)
+
     def _present(self, keys: Sequence[str]) -> Sequence[str]:
         present = []
         for window in _parts(keys, _LOOK):
             # the lifetime first: what is found afterwards stays long enough; GT leaves committed blobs without one
-            prolong = [("PEXPIRE", key, ORPHAN_SECONDS * 1000, "GT") for key in window]
-            replies = self._client.run_all([*prolong, *(("EXISTS", key) for key in window)])
+            replies = self._client.run_all([*map(_prolong, window), *(("EXISTS", key) for key in window)])
             present += [key for key, exists in zip(window, replies[len(window) :], strict=True) if exists]
         return present
 
 
-def _send(bulk: Bulk, blobs: Sequence[tuple[str, bytes | memoryview]]) -> None:
+def _prolong(key: str) -> Sequence[Argument]:
+    return "PEXPIRE", key, ORPHAN_SECONDS * 1000, "GT"
+
+
+def _set(blob: Blob) -> Sequence[Argument]:
+    # NX: an equal blob that was committed meanwhile must not get a time to live again
+    return "SET", *blob, "NX", "PX", ORPHAN_SECONDS * 1000
+
+
+def _send(bulk: Bulk, blobs: Sequence[Blob]) -> None:
     under_way = 0
-    for window in _parts(blobs, _SEND_WINDOW):
-        # NX: an equal blob that was committed meanwhile must not get a time to live again
-        bulk.send(("SET", key, memoryview(blob).cast("B"), "NX", "PX", ORPHAN_SECONDS * 1000) for key, blob in window)
+    for window in _windows(blobs, _SEND_WINDOW):
+        bulk.send([("MULTI",), *map(_set, window), ("EXEC",)])
         _drain(bulk, under_way)
-        under_way = len(window)
+        under_way = len(window) + 2
         failpoint("put.middle")
     _drain(bulk, under_way)
 
@@ -81,7 +99,7 @@ def _drain(bulk: Bulk, replies: int) -> None:
 
 
 def _receive(bulk: Bulk, prefix: str, places: Sequence[Place]) -> None:
-    for window, following in pairwise([(), *_windows(places), ()]):
+    for window, following in pairwise([(), *_windows(places, _RECEIVE_WINDOW), ()]):
         bulk.send(("GET", prefix + ref.name) for ref, _ in following)
         for ref, buffer in window:
             bulk.receive_into(buffer)
@@ -99,14 +117,18 @@ def _parts(items: Sequence[Item], count: int) -> Iterator[Sequence[Item]]:
     return (items[start : start + count] for start in range(0, len(items), count))
 
 
-def _windows(places: Iterable[Place]) -> Iterator[Sequence[Place]]:
-    window: list[Place] = []
+def _windows(items: Iterable[tuple[Name, memoryview]], limit: int) -> Iterator[Sequence[tuple[Name, memoryview]]]:
+    window: list[tuple[Name, memoryview]] = []
     size = 0
-    for ref, buffer in places:
-        if window and (size + ref.size > _RECEIVE_WINDOW or len(window) == _RECEIVE_COUNT):
+    for item in items:
+        if window and (size + len(item[1]) > limit or len(window) == _MOST):
             yield window
             window, size = [], 0
-        window.append((ref, buffer))
-        size += ref.size
+        window.append(item)
+        size += len(item[1])
     if window:
         yield window
+
+
+def _size(blobs: Iterable[memoryview]) -> int:
+    return sum(map(len, blobs))

@@ -69,3 +69,27 @@ def test_a_take_restored_after_every_chunk_is_the_same_bits() -> None:
     for (frames, state), (again, state_again) in zip(take(restored=False), take(restored=True), strict=True):
         assert (frames == again).all()
         assert all(torch.equal(state[name], state_again[name]) for name in state)
+
+
+def test_a_state_replayed_from_latents_alone_is_the_same_bits() -> None:
+    """One t=0 pass a chunk, decoded only as far back as the decoder sees."""
+    model = load_model("tiny-untrained", "cuda")
+    width, height = model.spec.width, model.spec.height
+    intrinsics = np.array([277.0, 277.0, width / 2, height / 2])
+    image = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    conditions = model.condition(image, "a quay")
+    count = model.decoder_history + 4
+    poses = np.tile(np.eye(4), (24 * count, 1, 1))
+    poses[:, 2, 3] = 0.02 * (1 + np.arange(24 * count))
+    cameras = [ChunkCamera(each, np.tile(intrinsics, (24, 1)), intrinsics) for each in np.split(poses, count)]
+    state, latents = model.initial_state(conditions), []
+    for index, camera in enumerate(cameras):
+        output = model.generate(conditions, state, index, camera, seed=7)
+        state = output.state
+        latents.append(output.latents.cpu())
+    replayed = model.initial_state(conditions)
+    for index, camera in enumerate(cameras):
+        decode = index >= count - model.decoder_history
+        replayed = model.absorb(conditions, replayed, index, camera, latents[index], decode=decode).state
+    assert replayed.keys() == state.keys()
+    assert all(torch.equal(replayed[name], state[name]) for name in state)

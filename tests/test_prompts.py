@@ -1,13 +1,17 @@
 """A prompt may change from request to request: from the next chunk on it is in force, and the log remembers it."""
 
+import httpx
 import msgspec
 import pytest
 import torch
-from server_fixtures import path
+from server_fixtures import begin, client_of, path, post
+from server_fixtures import digests as http_digests
 from take_fixtures import Take, begin_take, drift
 
 from longtake.api_schemas.resources import PostChunks
 from longtake.server.engine.command import Command
+from longtake.server.engine.engine import Engine
+from longtake.server.engine.limits import Limits
 from longtake.server.engine.plan import Plan, plan_request, start_cursor
 from longtake.server.engine.prompts import load_text, prompt_in_force, with_prompt
 from longtake.server.engine.track import SessionCamera
@@ -149,3 +153,25 @@ def test_a_prompt_in_force_is_not_encoded_again(take: Take, counting: CountingMo
     back = with_prompt(take.store, take.model, take.session, carried, "a quay")
     assert back == msgspec.structs.replace(carried, prompt=None, text=None)
     assert counting.encoded == []
+
+
+async def test_over_http_a_prompt_holds_for_later_requests_and_another_server(
+    http: httpx.AsyncClient, model: WorldModel, memory: MemoryStore
+) -> None:
+    session, twin = await begin(http, prompt="a quay"), await begin(http, prompt="a quay")
+    first = http_digests(await post(http, session, path(24)))
+    assert (await http.get(session)).json()["prompt"] == "a quay"
+    await post(http, session, path(3, 25), prompt="a storm")
+    assert (await http.get(session)).json()["prompt"] == "a storm"
+    for branch in memory._log.branches.values():
+        branch.snapshots.clear()
+    other = Engine(model, memory, Limits(queue_size=4))
+    async with client_of(other) as elsewhere:
+        later = http_digests(await post(elsewhere, session, path(45, 28)))
+    other.close()
+    uncut = http_digests(await post(http, twin, path(24))) + http_digests(
+        await post(http, twin, path(48, 25), prompt="a storm")
+    )
+    assert first + later == uncut
+    plain = await begin(http, prompt="a quay")
+    assert http_digests(await post(http, plain, path(72)))[1:] != later

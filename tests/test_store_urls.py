@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-import redis
 from redis_servers import OwnServer, free_port
 
 from longtake.state_cache import MAX_BLOB, StoreUnavailable
@@ -111,12 +110,13 @@ class Group:
     def hosts(self) -> str:
         return ",".join(f"localhost:{self.ports[name]}" for name in self.names)
 
+    def sees_all(self, sentinel: OwnServer) -> bool:
+        state = sentinel.raw.sentinel_masters()[SERVICE]
+        return bool(state["num-other-sentinels"] == state["num-slaves"] == 1)
+
     def fail_over(self) -> None:
         """Kill the primary once the sentinels know each other and the replica, and wait for their choice."""
-        facts = ("num-other-sentinels", "num-slaves")
-        states = (lambda sentinel=sentinel: sentinel.raw.sentinel_masters()[SERVICE] for sentinel in self.sentinels)
-        for state in states:
-            until(lambda state=state: all(state()[fact] == 1 for fact in facts))
+        until(lambda: all(self.sees_all(sentinel) for sentinel in self.sentinels))
         self.first.process.kill()
         until(lambda: self.second.raw.info("replication")["role"] == "master")
 

@@ -175,7 +175,7 @@ def test_damage_is_named(
     for start in expected:
         assert any(problem.startswith(start) for problem in report.problems), report.problems
     assert len(report.problems) == len(expected)
-    assert report.summary().endswith(f": {len(report.problems)} problems")
+    assert report.summary().endswith(f"problems: {len(report.problems)}")
 
 
 def test_a_broken_head_is_named(take: Take, store: MemoryStore) -> None:
@@ -298,7 +298,7 @@ def test_the_command_on_a_server_by_url(redis_server: str, model: WorldModel) ->
     status, said = run(take.id, "--state-url", redis_server)
     assert status == 1
     assert "chunk 1: video: blob" in said
-    assert said.endswith(": 1 problems\n")
+    assert said.endswith("problems: 1\n")
     store.close()
 
 

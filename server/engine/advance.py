@@ -101,9 +101,13 @@ class Advancer:
         Raises `ProblemError`. Chunks committed before a failure stay; the problem then says how many (`committed`).
         """
         with self._keys.claim(session_id, key), self._workers.admitted():
-            command = await self._read(request, uploads)
-            async with self._tiers.exclusive(session_id):
-                outcome = await self._advance(session_id, command, request_key(key), delivery)
+            try:
+                command = await self._read(request, uploads)
+                async with self._tiers.exclusive(session_id):
+                    outcome = await self._advance(session_id, command, request_key(key), delivery)
+            except ProblemError as problem:
+                self._events.failed(session_id, problem.code)
+                raise
         failpoint("reply.before")
         return outcome
 
@@ -246,13 +250,19 @@ class Advancer:
             run.published.append(await _finished(committing))
 
     async def _compute(self, run: Run, offset: int) -> tuple[ChunkOutput, float]:
-        task, model, conditions = run.task, self._model, run.live.conditions
+        task, conditions, state = run.task, run.live.conditions, run.state
         step, index = task.plan.chunks[offset], task.head.chunk + 1 + offset
         camera = ChunkCamera(step.poses, step.intrinsics, task.camera.intrinsics)
-        self._events.progress(task.session.id, index, "computing")
-        if step.clip is not None:
-            return await self._workers.compute(model.observe, conditions, run.state, index, camera, step.clip)
-        return await self._workers.compute(model.generate, conditions, run.state, index, camera, step.cursor.seed)
+        loop = asyncio.get_running_loop()
+
+        def compute() -> ChunkOutput:
+            loop.call_soon_threadsafe(self._events.progress, task.session.id, index, "computing")
+            if step.clip is not None:
+                return self._model.observe(conditions, state, index, camera, step.clip)
+            return self._model.generate(conditions, state, index, camera, step.cursor.seed)
+
+        self._events.progress(task.session.id, index, "queued")
+        return await self._workers.compute(compute)
 
     async def _publish(self, run: Run, offset: int, output: ChunkOutput, queue_ms: float) -> Published:
         making = Making(self._fingerprint, self._model.spec.fps, queue_ms)

@@ -167,6 +167,7 @@ class Engine:
     def drain(self) -> None:
         """Begin to stop: requests that run end at their next chunk with `shutting_down`, new ones are refused."""
         self._workers.drain()
+        self.events.close()
 
     def close(self) -> None:
         """Wait for what runs; admit nothing more."""

@@ -1,7 +1,7 @@
 """Reading what is committed: sessions, chunks, video, and frames decoded again from their latents."""
 
+import logging
 from collections.abc import AsyncIterator, Iterator
-from contextlib import suppress
 
 import safetensors.torch
 from torch import Tensor
@@ -15,7 +15,18 @@ from longtake.server.engine.workers import Workers
 from longtake.server.model.world import Conditions, ModelSpec, WorldModel
 from longtake.server.video.images import frames_digest, png_zip
 from longtake.server.video.segments import from_zero
-from longtake.state_cache import DURABILITIES, ChunkRecord, SessionNotFound, Store, StoreStatus, load_file, load_tensors
+from longtake.state_cache import (
+    DURABILITIES,
+    ChunkRecord,
+    SchemaError,
+    SessionNotFound,
+    Store,
+    StoreStatus,
+    load_file,
+    load_tensors,
+)
+
+log = logging.getLogger(__name__)
 
 
 class Reader:
@@ -39,14 +50,18 @@ class Reader:
             raise ProblemError("session_not_found", "there is no such session", "session_id")
 
     async def sessions(self, owner: str, limit: int, after: str | None) -> SessionList:
-        """An owner's sessions, newest first; one deleted while listing is left out."""
+        """An owner's sessions, newest first; one deleted while listing, or that can not be read, is left out."""
 
         def read() -> tuple[list[Session], str | None]:
             ids = self._store.list(limit, after, owner)
             found = []
             for session_id in ids:
-                with suppress(SessionNotFound):
+                try:
                     found.append(read_view(self._store, session_id, self._model.spec))
+                except SessionNotFound:
+                    continue
+                except SchemaError as error:
+                    log.warning("a session can not be listed: %s", error)
             return found, ids[-1] if len(ids) == limit else None
 
         found, following = await self._calls.call(read)

@@ -111,7 +111,7 @@ def check_position(request: PostChunks, head: Head, progress: RequestRecord | No
         ):
             raise _conflict("the session has moved on since this request was cut short", next_chunk, pending)
         return
-    if request.expected_chunk is not None and request.expected_chunk > next_chunk:
+    if request.expected_chunk is not None and request.expected_chunk > next_chunk and not head.rewinds:
         raise ProblemError(
             "state_rolled_back",
             "the session has never come so far, or its store has lost what was acknowledged",

@@ -74,7 +74,8 @@ class Report:
         if self.expired:
             done += f", {self.expired} expired"
         done += f"; {self.snapshots} snapshots and {self.blobs} blobs ({self.blob_bytes / 1e6:.1f} MB) are sound"
-        return f"{done}: {f'{len(self.problems)} problems' if self.problems else 'all is well'}"
+        wrong = len(self.problems)
+        return f"{done}: {f'problems: {wrong}' if wrong else 'all is well'}"
 
 
 @contextmanager

@@ -186,6 +186,7 @@ class Nemesis:
 
 def run(plan: Plan, folder: Path) -> Findings:
     """Carry a plan out; what it found."""
+    folder.mkdir(exist_ok=True)
     with ExitStack() as stack:
         store = stack.enter_context(StoreServer(plan.kind, folder / "store"))
         zygote = stack.enter_context(zygote_for(folder, LONGTAKE_SNAPSHOT_EVERY=str(1 + plan.seed % 4)))

@@ -195,6 +195,7 @@ class Caller:
         self.cluster = cluster
         self.rng = rng
         self.only = only
+        self.patience = SERVED_SECONDS
         self._findings = cluster.findings
 
     def key(self) -> str:
@@ -211,9 +212,10 @@ class Caller:
         accept: str = "application/json",
         files: list[tuple[str, tuple[str, bytes]]] | None = None,
         again: frozenset[str] = AGAIN,
-        patience: float = SERVED_SECONDS,
+        patience: float | None = None,
     ) -> Answer:
         """The answer that is not one of `again`. Raises `TimeoutError` when none comes."""
+        patience = self.patience if patience is None else patience
         give_up, attempts, last = time.monotonic() + patience, 0, "no replica was there"
         while time.monotonic() < give_up:
             if (replica := self._replica()) is None:

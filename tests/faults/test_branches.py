@@ -176,5 +176,5 @@ def test_bytes_stop_growing_behind_the_horizon(make_world: MakeWorld) -> None:
     for place in (0, 1):
         world.cluster.restart(place)
     world.player.rewind(take, stands["rewind_from"], 5)
-    world.player.advance(take, Move(poses=path(48, take.truth.next_frame)), "application/json")
+    world.player.advance(take, Move(poses=path(24 * 5, take.truth.next_frame)), "application/json")
     world.settle()

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,12 +25,15 @@ class Embedded:
         self.player = Player(self.cluster, 1, only=0)
 
     def store_pid(self) -> int:
-        """Of the store's process."""
-        return int((self.folder / "lock").read_text().split()[1])
+        """Of the store's process; 0 while it is being started."""
+        pids = (self.folder / "lock").read_text().split()
+        return int(pids[1]) if len(pids) > 1 else 0
 
 
 def running(pid: int) -> bool:
-    """Whether the process is there and not a zombie."""
+    """Whether the process is there and not a zombie; 0 is none."""
+    if not pid:
+        return False
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -37,13 +41,16 @@ def running(pid: int) -> bool:
 
 
 @pytest.fixture
-def embedded(zygote: Zygote, tmp_path: Path) -> Embedded:
+def embedded(zygote: Zygote, tmp_path: Path) -> Iterator[Embedded]:
     """One, with a take."""
     made = Embedded(zygote, tmp_path / "data")
     take = made.player.create()
     made.player.takes.append(take)
     made.player.advance(take, Move(poses=path(60)), "application/json")
-    return made
+    yield made
+    for replica in zygote.running:
+        replica.kill()
+    made.cluster.close()
 
 
 def test_kill_the_server_of_an_embedded_store(embedded: Embedded) -> None:

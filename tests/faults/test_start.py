@@ -76,7 +76,7 @@ def test_a_wrong_password(zygote: Zygote, tmp_path: Path) -> None:
     with StoreServer("valkey", tmp_path / "store", requirepass="right") as store:
         for url in (store.url, store.url.replace("//", "//:wrong@")):
             said = refused(zygote, url)
-            assert "uthentication" in said or "password" in said.lower() or "NOAUTH" in said, said
+            assert "authenticat" in said.lower() or "password" in said.lower(), said
             assert "wrong@" not in said
         right = zygote.fork(LONGTAKE_STATE_URL=store.url.replace("//", "//:right@"))
         assert right.stop() == 0
@@ -155,8 +155,8 @@ def fake_store(version: str) -> Iterator[int]:
         def handle(self) -> None:
             while line := self.rfile.readline():
                 words = [self.rfile.readline() and self.rfile.readline().strip().upper() for _ in range(int(line[1:]))]
-                known = b"$%d\r\n%s\r\n" % (len(info), info) if words[0] == b"INFO" else b"+OK\r\n"
-                self.wfile.write(b"-ERR unknown command\r\n" if words[0] == b"HELLO" else known)
+                known = {b"INFO": b"$%d\r\n%s\r\n" % (len(info), info), b"HELLO": b"%1\r\n$5\r\nproto\r\n:3\r\n"}
+                self.wfile.write(known.get(words[0], b"+OK\r\n"))
 
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Talk) as server:
         server.daemon_threads = True

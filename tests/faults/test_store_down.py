@@ -361,8 +361,9 @@ def test_a_failover_to_a_replica_that_lags(make_world: MakeWorld, tmp_path: Path
             proxy.redirect(other.port)
         take.truth = kept
         body = Move(poses=path(24, 97)).body() | {"expected_chunk": lost}
-        answer = world.player.caller.call("POST", f"{take.path}/chunks", body, key="after")
-        assert (answer.status, answer.code) == (409, "state_rolled_back")
+        until(lambda: world.cluster.send(world.cluster.replicas[0], "GET", "/readyz").status == 200)
+        answer = world.cluster.send(world.cluster.replicas[0], "POST", f"{take.path}/chunks", body, key="after")
+        assert (answer.status, answer.code) == (409, "state_rolled_back"), answer.content
         for place in (0, 1):
             world.another(only=place).advance(take, accept="application/json")
         world.store.close()
