@@ -5,7 +5,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 
-.PHONY: demo test check serve bench clean
+.PHONY: demo test check serve bench faults clean
 
 demo: $(VENV)/.run  ## begin a take, kill the server, go on: the same bits
 	@$(BIN)/longtake demo
@@ -24,6 +24,9 @@ serve: $(VENV)/.run  ## serve on http://127.0.0.1:8000
 bench: $(VENV)/.dev  ## measure; rows go to benchmarks/RESULTS.md
 	@$(BIN)/python -m benchmarks.overhead --record
 	@$(BIN)/python -m benchmarks.serving --record
+
+faults: $(VENV)/.dev  ## half an hour of random faults, or LONGTAKE_FAULT_MINUTES; seeds are printed
+	@LONGTAKE_FAULT_MINUTES=$${LONGTAKE_FAULT_MINUTES:-30} $(BIN)/pytest tests/faults
 
 clean:
 	rm -rf $(VENV) longtake-demo build dist *.egg-info

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -43,9 +44,10 @@ from longtake.state_cache import (
     state_digest,
 )
 from longtake.state_cache.codec import save_both
+from longtake.state_cache.records import Controller
 
 MB = 10**6
-CONTROLLER = {"name": "smooth", "pitch": 0.0}
+CONTROLLER: Controller = {"name": "smooth", "pitch": 0.0}
 START = Cursor(controller=CONTROLLER, seed=7)
 PRINT = Fingerprint("weights", "numerics")
 
@@ -86,7 +88,7 @@ def running(binary: Path, *, fsync: bool) -> Iterator[tuple[Store, str]]:
         port = probe.getsockname()[1]
     log = ["--appendonly", "yes", "--appendfsync", "always"] if fsync else ["--appendonly", "no"]
     with tempfile.TemporaryDirectory() as folder:
-        command = [binary, "--port", str(port), "--bind", "127.0.0.1", "--dir", folder, "--logfile", "log", *log]
+        command = [str(binary), "--port", str(port), "--bind", "127.0.0.1", "--dir", folder, "--logfile", "log", *log]
         server = subprocess.Popen([*command, "--save", "", "--auto-aof-rewrite-percentage", "0"])
         store = RedisStore(f"redis://127.0.0.1:{port}", timeout=10)
         try:
@@ -171,14 +173,17 @@ class Take:
         """The snapshot after the last chunk."""
         self.store.attach(self.id, self.fence, 0, self.chunk, save_tensors(self.store, self.id, state))
 
+    def load(self) -> dict[str, Tensor]:
+        """The snapshot after the last chunk, from the store."""
+        return load_tensors(self.store, self.id, self.store.snapshots(self.id)[self.chunk])
+
     def check(self, latents: Mapping[str, Tensor], segment: bytes, state: Mapping[str, Tensor] | None = None) -> None:
         """What was committed last comes back as it was."""
         record = self.store.chunk(self.id, self.chunk)
         assert load_file(self.store, self.id, record.segment) == segment
         assert state_digest(load_tensors(self.store, self.id, record.latents)) == state_digest(latents)
         if state is not None:
-            snapshot = self.store.snapshots(self.id)[self.chunk]
-            assert state_digest(load_tensors(self.store, self.id, snapshot)) == state_digest(state)
+            assert state_digest(self.load()) == state_digest(state)
 
     def collect(self) -> None:
         """Free all but the newest snapshot."""
@@ -207,7 +212,7 @@ def log_records(store: Store, name: str, size: int, count: int) -> str:
     take, times = Take.begin(store), []
     for _ in range(count):
         latents, segment = random_state(size // 2, 1), os.urandom(size // 2)
-        times.append(timed(lambda latents=latents, segment=segment: take.commit(latents, segment)))
+        times.append(timed(partial(take.commit, latents, segment)))
         take.check(latents, segment)
     bar = "1.5 ms" if size < MB else "8 ms"
     return row(f"commit of a log record, {size / MB:g} MB; {name}, AOF always", percentiles(times), bar)
@@ -218,12 +223,7 @@ def commits_of_a_small_model(store: Store, name: str, size: int, count: int) -> 
     take, times = Take.begin(store), []
     for index in range(count):
         latents, segment, state = random_state(32_000, 1), os.urandom(32_000), random_state(size, 20)
-
-        def commit(latents=latents, segment=segment, state=state) -> None:  # noqa: ANN001
-            take.commit(latents, segment)
-            take.attach(state)
-
-        times.append(timed(commit))
+        times.append(timed(partial(take.commit, latents, segment)) + timed(partial(take.attach, state)))
         take.check(latents, segment, state)
         if index % 8 == 7:
             take.collect()
@@ -265,8 +265,7 @@ async def transfer(take: Take, state: Mapping[str, Tensor]) -> Transfer:
     with ticking() as stalls:
         write = await asyncio.to_thread(timed, lambda: take.attach(state))
         loaded: dict[str, Tensor] = {}
-        snapshot = take.store.snapshots(take.id)[take.chunk]
-        read = await asyncio.to_thread(timed, lambda: loaded.update(load_tensors(take.store, take.id, snapshot)))
+        read = await asyncio.to_thread(timed, lambda: loaded.update(take.load()))
     assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
     assert state_digest(loaded) == state_digest(state)
     return Transfer(write / 1e3, read / 1e3, max(stalls) * 1e3)

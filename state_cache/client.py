@@ -45,9 +45,9 @@ class Client:
         with self._call():
             return self._redis.execute_command(*command)  # type: ignore[no-untyped-call]
 
-    def run_all(self, commands: Iterable[Sequence[Argument]], *, atomic: bool = False) -> list[object]:
-        """Replies to commands sent together, as one atomic step or not. Raises the first failure among them."""
-        with self._call(), self._redis.pipeline(transaction=atomic) as pipeline:
+    def run_all(self, commands: Iterable[Sequence[Argument]]) -> list[object]:
+        """Replies to commands sent together, not as one atomic step. Raises the first failure among them."""
+        with self._call(), self._redis.pipeline(transaction=False) as pipeline:
             for command in commands:
                 pipeline.execute_command(*command)  # type: ignore[no-untyped-call]
             replies: list[object] = pipeline.execute(raise_on_error=False)

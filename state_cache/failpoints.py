@@ -55,7 +55,8 @@ def failpoint(name: str) -> None:
     if kind == "exit":
         os._exit(POWER_CUT)
     if kind == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
+        # to this thread, which then can not run on before the process has stopped
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
     elif kind == "sleep":
         time.sleep(float(seconds))
     else:

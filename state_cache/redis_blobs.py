@@ -14,11 +14,10 @@ from longtake.state_cache.records import BlobRef
 _SENT_UNSEEN = 1 << 18  # bytes that are sent without a look whether they are there: cheaper than a round trip
 _LOOK = 256  # names asked for at a time
 _TURN = 128  # blobs moved before others may have the connection
-_SEND_WINDOW = 4 * MAX_BLOB  # bytes in one transaction, which a server that syncs always syncs once
+_SEND_WINDOW = 8  # blobs sent before the replies to those before are read
 _RECEIVE_WINDOW = 2 * MAX_BLOB  # bytes asked for before those asked for earlier have arrived: servers buffer them
-_MOST = 32  # blobs in a window
+_RECEIVE_COUNT = 64
 
-Name = TypeVar("Name", str, BlobRef)
 Item = TypeVar("Item")
 Blob = tuple[str, memoryview]
 Place = tuple[BlobRef, memoryview]
@@ -34,13 +33,13 @@ class RedisBlobs:
         """See `Store.put`."""
         refs = tuple(describe(blob) for blob in data)
         blobs = {prefix + ref.name: memoryview(blob).cast("B") for ref, blob in zip(refs, data, strict=True)}
-        if _size(blobs.values()) > _SENT_UNSEEN:
+        if sum(map(len, blobs.values())) > _SENT_UNSEEN:
             for key in self._present(list(blobs)):
                 del blobs[key]
-        if _size(blobs.values()) > _SEND_WINDOW:
+        if len(blobs) > _SEND_WINDOW:
             self._put_many(list(blobs.items()))
         elif blobs:
-            self._client.run_all([*map(_prolong, blobs), *map(_set, blobs.items())], atomic=True)
+            self._client.run_all([*map(_prolong, blobs), *map(_set, blobs.items())])
             failpoint("put.middle")
         return refs
 
@@ -85,10 +84,10 @@ def _set(blob: Blob) -> Sequence[Argument]:
 
 def _send(bulk: Bulk, blobs: Sequence[Blob]) -> None:
     under_way = 0
-    for window in _windows(blobs, _SEND_WINDOW):
-        bulk.send([("MULTI",), *map(_set, window), ("EXEC",)])
+    for window in _parts(blobs, _SEND_WINDOW):
+        bulk.send(map(_set, window))
         _drain(bulk, under_way)
-        under_way = len(window) + 2
+        under_way = len(window)
         failpoint("put.middle")
     _drain(bulk, under_way)
 
@@ -99,7 +98,7 @@ def _drain(bulk: Bulk, replies: int) -> None:
 
 
 def _receive(bulk: Bulk, prefix: str, places: Sequence[Place]) -> None:
-    for window, following in pairwise([(), *_windows(places, _RECEIVE_WINDOW), ()]):
+    for window, following in pairwise([(), *_windows(places), ()]):
         bulk.send(("GET", prefix + ref.name) for ref, _ in following)
         for ref, buffer in window:
             bulk.receive_into(buffer)
@@ -117,18 +116,14 @@ def _parts(items: Sequence[Item], count: int) -> Iterator[Sequence[Item]]:
     return (items[start : start + count] for start in range(0, len(items), count))
 
 
-def _windows(items: Iterable[tuple[Name, memoryview]], limit: int) -> Iterator[Sequence[tuple[Name, memoryview]]]:
-    window: list[tuple[Name, memoryview]] = []
+def _windows(places: Iterable[Place]) -> Iterator[Sequence[Place]]:
+    window: list[Place] = []
     size = 0
-    for item in items:
-        if window and (size + len(item[1]) > limit or len(window) == _MOST):
+    for place in places:
+        if window and (size + len(place[1]) > _RECEIVE_WINDOW or len(window) == _RECEIVE_COUNT):
             yield window
             window, size = [], 0
-        window.append(item)
-        size += len(item[1])
+        window.append(place)
+        size += len(place[1])
     if window:
         yield window
-
-
-def _size(blobs: Iterable[memoryview]) -> int:
-    return sum(map(len, blobs))

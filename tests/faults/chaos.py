@@ -47,7 +47,7 @@ FAILPOINTS = (
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run is made of. `pause_s` is the mean time between two faults, `store_faults` whether the store is hurt."""
+    """What a run is made of. `pause_s` is the mean time between faults, `store_faults`: whether the store is hurt."""
 
     seed: int
     seconds: float
@@ -242,8 +242,10 @@ def settle(cluster: Cluster, store: StoreServer, players: Iterable[Player], cont
     """Check every promise, then delete everything and see that nothing is left, in the store or of the processes."""
     books = cluster.store(store.url)
     try:
-        for each in (*players, *contests):
-            each.settle(books)
+        for player in players:
+            player.settle(books)
+        for contest in contests:
+            contest.settle(books)
         _delete_all(cluster, store)
     finally:
         books.close()

@@ -58,16 +58,16 @@ def collect_all(store: RedisStore, findings: Findings) -> None:
     findings.add(f"lineages stay littered however often they are collected: {store.littered(5)}")
 
 
-def lasting(store: RedisStore, keys: Iterable[bytes]) -> list[str]:
+def lasting(store: RedisStore, keys: Iterable[bytes | str]) -> list[str]:
     """Those of a store's keys that belong to a lineage and will not go by themselves within ten minutes."""
     raw = store._client._redis
-    names = [key for key in keys if b"{" in key]
+    names = [name for key in keys if "{" in (name := key.decode() if isinstance(key, bytes) else key)]
     pipeline = raw.pipeline(transaction=False)
     for name in names:
         pipeline.pttl(name)
     lifetimes = pipeline.execute()
     return [
-        name.decode()
+        name
         for name, left in zip(names, lifetimes, strict=True)
         if left == -1 or left > (ORPHAN_SECONDS + 1) * 1000
     ]

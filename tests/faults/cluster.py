@@ -52,7 +52,7 @@ class Findings:
         with self.lock:
             self.counts[name] = self.counts.get(name, 0) + 1
 
-    def expect(self, truth: bool, text: str) -> bool:  # noqa: FBT001
+    def expect(self, truth: bool, text: str) -> bool:
         """A violation unless it is true; returns it."""
         if not truth:
             self.add(text)

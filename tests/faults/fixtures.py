@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 import pytest
+import torch
 
 from faults.chaos import settle
 from faults.cluster import Cluster, zygote_for
@@ -52,6 +53,8 @@ class MakeWorld(Protocol):
         kind: str = "valkey",
         fsync: str = "always",
         options: dict[str, str] | None = None,
+        *,
+        proxied: bool = True,
         **environment: str,
     ) -> World: ...
 
@@ -74,14 +77,17 @@ def make_world(zygote: Zygote, tmp_path: Path) -> Iterator[MakeWorld]:
             kind: str = "valkey",
             fsync: str = "always",
             options: dict[str, str] | None = None,
+            *,
+            proxied: bool = True,
             **environment: str,
         ) -> World:
             nonlocal count
             count += 1
             server = StoreServer(kind, tmp_path / f"store-{count}", fsync, **(options or {}))
             store = stack.enter_context(server)
-            proxies = [stack.enter_context(FaultProxy(store.port)) for _ in range(replicas)]
-            cluster = Cluster(zygote, [proxy.url for proxy in proxies], **environment)
+            proxies = [stack.enter_context(FaultProxy(store.port)) for _ in range(replicas if proxied else 0)]
+            urls = [proxy.url for proxy in proxies] or [store.url] * replicas
+            cluster = Cluster(zygote, urls, **environment)
             stack.callback(_end, cluster)
             return World(tmp_path, store, proxies, cluster, Player(cluster, count))
 
@@ -97,9 +103,11 @@ def world(make_world: MakeWorld) -> World:
 
 @pytest.fixture(scope="session", autouse=True)
 def _nothing_is_left() -> Iterator[None]:
-    """I8: no thread outlives the tests."""
-    before = set(threading.enumerate())
+    """I8: no thread outlives the tests. The truth is computed on one thread: there are many of it, and it is small."""
+    before, torch_threads = set(threading.enumerate()), torch.get_num_threads()
+    torch.set_num_threads(1)
     yield
+    torch.set_num_threads(torch_threads)
     left = [thread.name for thread in set(threading.enumerate()) - before if thread.is_alive()]
     assert not left, f"threads are left: {left}"
 

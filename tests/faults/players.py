@@ -86,7 +86,8 @@ class Player:
         answer = self.post(take, move, key, accept, before.next_chunk if self.rng.random() < 0.5 else None)
         take.history.append(f"{move.summary()} to {take.truth.next_chunk}, {accept}, {answer.attempts} attempts")
         if accept == "application/json":
-            self._is(answer, 201, "advance") and self.check_advanced(take, answer, before)
+            if self._is(answer, 201, "advance"):
+                self.check_advanced(take, answer, before)
         else:
             self._findings.expect(answer.status in (200, 204), f"{take.id} video: {answer.status} {answer.content!r}")
         if len(take.truth.log) > len(before.log):
@@ -123,7 +124,8 @@ class Player:
         if take.truth.log:
             made = self.rng.choice(take.truth.log)
             chunk = self.caller.call("GET", f"{take.path}/chunks/{made.index}")
-            self._is(chunk, 200, "chunk") and self._same_chunk(take, chunk.json, made.index)
+            if self._is(chunk, 200, "chunk"):
+                self._same_chunk(take, chunk.json, made.index)
             self.check_frames(take, made.index)
 
     def fork_at_random(self, take: Take) -> None:

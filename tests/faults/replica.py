@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +23,7 @@ from typing import Self
 READY_SECONDS = 20.0
 _TESTS = Path(__file__).parents[1]
 _PR_SET_PDEATHSIG = 1
-_ONE_THREAD = {name: "1" for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+_ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
 class ReplicaDiedError(RuntimeError):
@@ -186,7 +187,7 @@ class Zygote:
         self._replicas.append(replica)
         return replica, said
 
-    def _ask(self, request: dict[str, object], *descriptors: int) -> int:
+    def _ask(self, request: Mapping[str, object], *descriptors: int) -> int:
         with self._lock:
             socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
             return int(self._socket.recv(64))
@@ -204,8 +205,6 @@ def _announced(said: socket.socket, replica: Replica) -> str:
 
 def _fork_on_request(control: socket.socket) -> None:
     """Until the other side is gone. Every server is killed with this process."""
-    import longtake.server.engine.start
-    import longtake.server.serve
     from faults.toy_model import ToyModel
     from longtake.server.model.registry import MODELS
 
@@ -253,7 +252,7 @@ def _become_server(environment: dict[str, str], failpoints: str, out: int, log: 
     except StartError as error:
         os.write(2, f"error: {error}\n".encode())
     except BaseException:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.excepthook(*sys.exc_info())
     finally:
         os._exit(code)
 

@@ -195,3 +195,17 @@ def small_disk(folder: Path, megabytes: int) -> Iterator[Path]:
         yield folder
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@contextmanager
+def losing(store: StoreServer) -> Iterator[None]:
+    """What is written meanwhile is lost, as by a crash before it was on disk."""
+    store.stop()
+    kept = store.folder.with_name("kept")
+    shutil.copytree(store.folder, kept)
+    store.start()
+    yield
+    store.kill()
+    shutil.rmtree(store.folder)
+    kept.rename(store.folder)
+    store.start()

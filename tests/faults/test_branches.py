@@ -99,8 +99,8 @@ def test_actions_after_dropped_poses(world: World) -> None:
 
 
 def test_a_rewind_while_a_chunk_is_made_elsewhere(make_world: MakeWorld) -> None:
-    """Fault 36: a rewind waits for a request of the same server, and is refused or waits while another server works; the
-    chunk is whole or not there."""
+    """Fault 36: a rewind waits for a request of the same server, and is refused or waits while another server works;
+    the chunk is whole or not there."""
     world = make_world(TOY_DELAY_S="0.3")
     take = begun(world)
     move = Move(poses=path(60, 37))
@@ -149,8 +149,8 @@ def _blob_bytes(world: World) -> int:
 
 
 def test_bytes_stop_growing_behind_the_horizon(make_world: MakeWorld) -> None:
-    """Design §5: with `LONGTAKE_RETAIN_CHUNKS` the oldest chunks expire (410 `chunk_expired`, digests stay), what remains can be
-    replayed, and blobs stop growing."""
+    """Design §5: with `LONGTAKE_RETAIN_CHUNKS` the oldest chunks expire (410 `chunk_expired`, digests stay), what
+    remains can be replayed, and blobs stop growing."""
     world = make_world(LONGTAKE_RETAIN_CHUNKS="8", LONGTAKE_SNAPSHOT_EVERY="3")
     take = begun(world)
     sizes = []

@@ -1,4 +1,4 @@
-"""Seeded runs of clients against replicas and stores that fail all the time; `make faults` runs them for half an hour."""
+"""Seeded runs of clients against replicas and stores that keep failing; `make faults` runs them for half an hour."""
 
 import os
 import secrets

@@ -49,8 +49,8 @@ def free_places(world: World, place: int) -> int:
 @pytest.mark.parametrize("accept", ["application/json", "video/mp4"])
 @pytest.mark.parametrize("when", ["queued", "denoising", "streaming"])
 def test_a_client_that_leaves(make_world: MakeWorld, when: str, accept: str) -> None:
-    """Fault 27 and design §10 (client gone while queued, denoising, streaming): its place is free within a second, the state is the
-    last committed one, the retry goes on from there."""
+    """Fault 27 and design (client gone while queued, denoising, streaming): its place is free within a second, the
+    state is the last committed one, the retry goes on from there."""
     world = make_world(TOY_DELAY_S="0.2")
     take, blocker = begun(world), world.player.create()
     world.player.takes.append(blocker)
@@ -80,8 +80,8 @@ def test_a_client_that_leaves(make_world: MakeWorld, when: str, accept: str) -> 
 
 
 def test_a_slow_reader(make_world: MakeWorld) -> None:
-    """Fault 28 and design §10 (slow reader): a client that reads a byte now and then holds up nobody, and what the server keeps
-    for it is bounded; a half-open connection neither."""
+    """Fault 28 and design (slow reader): a client that reads a byte now and then holds up nobody, and what the server
+    keeps for it is bounded; a half-open connection neither."""
     world = make_world()
     take, other = begun(world), world.player.create()
     world.player.takes.append(other)
@@ -104,7 +104,8 @@ def test_a_slow_reader(make_world: MakeWorld) -> None:
 
 
 def test_idle_connections(world: World) -> None:
-    """Fault 29: hundreds of connections that send half a request each: the others are served, and nothing stays behind."""
+    """Fault 29: hundreds of connections that send half a request each: the others are served, and nothing stays
+    behind."""
     take, replica = begun(world), world.cluster.replicas[0]
     before = replica.descriptors()
     with ExitStack() as stack:
@@ -130,8 +131,8 @@ def test_a_body_that_ends_early(world: World) -> None:
 
 @pytest.mark.parametrize("chunk", [1, 2])
 def test_a_device_without_memory(make_world: MakeWorld, chunk: int) -> None:
-    """Fault 39 and design §10 (GPU out of memory): the request fails with a problem that says how far it came; the retry goes on from
-    the last commit, the same bits."""
+    """Fault 39 and design (GPU out of memory): the request fails with a problem that says how far it came; the retry
+    goes on from the last commit, the same bits."""
     world = make_world()
     take = begun(world)
     replica = world.cluster.restart(0, TOY_FAIL_AT=str(chunk))
@@ -148,7 +149,8 @@ def test_a_device_without_memory(make_world: MakeWorld, chunk: int) -> None:
 
 
 def test_the_same_key_while_it_runs(make_world: MakeWorld) -> None:
-    """Design §10 (duplicate POST, in flight and later): the first attempt still runs: 409 `in_progress`, later its answer."""
+    """Design §10 (duplicate POST, in flight and later): the first attempt still runs: 409 `in_progress`, later its
+    answer."""
     world = make_world(TOY_DELAY_S="0.5")
     take, replica = begun(world), world.cluster.replicas[0]
     move = Move(poses=path(24, 37))

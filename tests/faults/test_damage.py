@@ -60,8 +60,8 @@ def forget_states(world: World) -> None:
 
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_a_damaged_snapshot(world: World, kind: str) -> None:
-    """Fault 19 and design §10 (truncated or flipped blob): a snapshot's blob is truncated, flipped, deleted, swapped: the server
-    falls back to an older one and the log, and goes on with the same bits."""
+    """Fault 19 and design (truncated or flipped blob): a snapshot's blob is truncated, flipped, deleted, swapped: the
+    server falls back to an older one and the log, and goes on with the same bits."""
     take = long_take(world)
     books = world.cluster.store(world.store.url)
     newest = max(books.snapshots(take.id).items())[1]
@@ -88,7 +88,8 @@ def test_without_any_snapshot(world: World) -> None:
 @pytest.mark.parametrize("kind", DAMAGE)
 @pytest.mark.parametrize("part", ["latents", "segment"])
 def test_a_damaged_log(world: World, part: str, kind: str) -> None:
-    """Fault 19: a blob of the log itself: `state_corrupt` for whoever needs it, the other chunks as they were, no garbage."""
+    """Fault 19: a blob of the log itself: `state_corrupt` for whoever needs it, the other chunks as they were, no
+    garbage."""
     take = long_take(world)
     books = world.cluster.store(world.store.url)
     record = books.chunk(take.id, 1)
@@ -161,8 +162,8 @@ MANIFESTS: dict[str, Change] = {
 
 @pytest.mark.parametrize("kind", MANIFESTS)
 def test_a_damaged_snapshot_record(world: World, kind: str) -> None:
-    """Fault 20: a snapshot's manifest is bad msgpack, of an unknown schema, of 10⁶ entries, of negative sizes or overflowing
-    shapes: rejected in bounded memory and time; the log takes its place."""
+    """Fault 20: a snapshot's manifest is bad msgpack, of an unknown schema, of 10⁶ entries, of negative sizes or
+    overflowing shapes: rejected in bounded memory and time; the log takes its place."""
     take = long_take(world)
     (key,) = world.store.raw.keys("*:n:*")
     for index, data in world.store.raw.hgetall(key).items():
@@ -178,8 +179,8 @@ def test_a_damaged_snapshot_record(world: World, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["not msgpack", "cut", "nested", "newer schema", "no schema"])
 @pytest.mark.parametrize("where", ["session", "cursor", "chunk"])
 def test_a_damaged_record(world: World, where: str, kind: str) -> None:
-    """Fault 20 and design §10 (record of a newer schema): refused by name wherever it is needed, never guessed at; sessions beside
-    it are served."""
+    """Fault 20 and design (record of a newer schema): refused by name wherever it is needed, never guessed at; sessions
+    beside it are served."""
     take, other = long_take(world), world.player.create()
     world.player.takes.append(other)
     raw, change = world.store.raw, MANIFESTS[kind]
@@ -205,7 +206,7 @@ def test_a_damaged_record(world: World, where: str, kind: str) -> None:
 
 
 def test_other_weights(world: World) -> None:
-    """Fault 21 and design §10 (other weights): a session of another checkpoint is readable, not advanceable: 409
+    """Fault 21 and design (other weights): a session of another checkpoint is readable, not advanceable: 409
     `model_mismatch`, the state untouched."""
     take = long_take(world)
     world.cluster.restart(0, TOY_WEIGHTS="others")
@@ -231,7 +232,8 @@ def test_other_numerics(make_world: MakeWorld) -> None:
 
 
 def test_a_session_that_diverges(world: World) -> None:
-    """Fault 19: the log replays to another state than was committed, on the same numerics: `state_diverged`, never silent."""
+    """Fault 19: the log replays to another state than was committed, on the same numerics: `state_diverged`, never
+    silent."""
     take = long_take(world)
     raw = world.store.raw
     (key,) = raw.keys(f"*:c:{take.id}*")

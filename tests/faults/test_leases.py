@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from faults.cluster import Answer, until
+from faults.cluster import Answer
 from faults.fixtures import MakeWorld, World, in_thread
 from faults.test_commit_steps import begun
 from faults.truth import Move, path
@@ -15,8 +15,8 @@ OWN = ("session_fenced", "session_busy", "chunk_conflict")
 
 @pytest.mark.parametrize("step", ["commit.before", "toy.compute", "put.middle", "reply.before"])
 def test_a_replica_frozen_past_its_lease(world: World, step: str) -> None:
-    """Fault 7 and design §10 (a lease expiring during a chunk): SIGSTOP of a replica past its lease, then SIGCONT: its commit is
-    fenced, the client gets 409, nothing changes."""
+    """Fault 7 and design (a lease expiring during a chunk): SIGSTOP of a replica past its lease, then SIGCONT: its
+    commit is fenced, the client gets 409, nothing changes."""
     take = begun(world)
     zombie = world.cluster.restart(0, f"{step}=stop")
     first = Move(poses=path(24, 37, 0.002))
@@ -38,7 +38,8 @@ def test_a_replica_frozen_past_its_lease(world: World, step: str) -> None:
 
 
 def test_a_zombie_can_not_attach_its_snapshot(world: World) -> None:
-    """Fault 7 for snapshots: what a zombie uploads after a rewind by somebody else is not taken for the new chunk's state."""
+    """Fault 7 for snapshots: what a zombie uploads after a rewind by somebody else is not taken for the new chunk's
+    state."""
     take = begun(world)
     zombie = world.cluster.restart(0, "snapshot.uploaded=stop")
     move = Move(poses=path(24, 37))
@@ -57,7 +58,8 @@ def test_a_zombie_can_not_attach_its_snapshot(world: World) -> None:
 
 
 def test_a_chunk_that_takes_longer_than_a_lease(make_world: MakeWorld) -> None:
-    """Design §10 (a lease expiring during a chunk): the lease is renewed while its holder works, so nobody else gets in."""
+    """Design §10 (a lease expiring during a chunk): the lease is renewed while its holder works, so nobody else gets
+    in."""
     world = make_world(TOY_DELAY_S="2.5", LONGTAKE_REPLICA_ADDRESS="http://here")
     take = world.player.create()
     world.player.takes.append(take)
@@ -99,7 +101,8 @@ def test_two_replicas_and_one_key_at_once(world: World) -> None:
 
 
 def test_two_clients_and_one_position(world: World) -> None:
-    """Fault 9 and design §10 (two replicas racing for a session): different keys, same `expected_chunk`: one 201, one 409."""
+    """Fault 9 and design (two replicas racing for a session): different keys, same `expected_chunk`: one 201, one
+    409."""
     take = begun(world)
     world.player.advance(take, Move(pad=True), "application/json")
     for _ in range(5):
@@ -122,7 +125,7 @@ def test_two_clients_and_one_position(world: World) -> None:
 
 
 def test_a_hundred_duplicates(make_world: MakeWorld) -> None:
-    """Fault 10 and design §10 (duplicate POST): ×100 in parallel under one key: one step of the model, one answer."""
+    """Fault 10 and design (duplicate POST): ×100 in parallel under one key: one step of the model, one answer."""
     world = make_world(TOY_DELAY_S="0.05", LONGTAKE_QUEUE_SIZE="64")
     take = begun(world)
     move = Move(poses=path(24, 37))
@@ -165,7 +168,8 @@ def test_one_key_for_two_requests(world: World) -> None:
 
 @pytest.mark.parametrize("hours", [-1, 1])
 def test_a_replica_whose_clock_is_wrong(make_world: MakeWorld, hours: int) -> None:
-    """Fault 22 and design §10 (clock skew): ±1 h on a replica: leases by the store's clock stay safe, nothing expires early."""
+    """Fault 22 and design (clock skew): ±1 h on a replica: leases by the store's clock stay safe, nothing expires
+    early."""
     world = make_world()
     world.cluster.restart(0, TOY_CLOCK_SKEW_S=str(3600 * hours))
     take = begun(world)

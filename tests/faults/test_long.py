@@ -45,9 +45,9 @@ def post(world: World, place: int, take: Take, chunks: int) -> None:
 
 
 def test_a_thousand_chunks(make_world: MakeWorld) -> None:
-    """Design §10 (1,000 chunks in one session) and fault 40: two servers with a client hopping between them, retention on: memory,
-    descriptors and threads flat, the time of a chunk as at the beginning."""
-    world = make_world(LONGTAKE_RETAIN_CHUNKS="64", LONGTAKE_DEVICE_STATE_BYTES="1000000")
+    """Design §10 (1,000 chunks in one session) and fault 40: two servers with a client hopping between them, retention
+    on: memory, descriptors and threads flat, the time of a chunk as at the beginning."""
+    world = make_world(proxied=False, LONGTAKE_RETAIN_CHUNKS="64", LONGTAKE_DEVICE_STATE_BYTES="1000000")
     take = world.player.create()
     world.player.takes.append(take)
     for n in range(20):
@@ -69,9 +69,9 @@ def test_a_thousand_chunks(make_world: MakeWorld) -> None:
 
 
 def test_a_thousand_sessions(make_world: MakeWorld) -> None:
-    """Design §10 (1,000 sessions) and fault 40: each begun, advanced on one server, gone on with on the other: memory, descriptors and
-    threads flat, every state the right one."""
-    world = make_world(LONGTAKE_DEVICE_STATE_BYTES="200000", LONGTAKE_HOST_STATE_BYTES="200000")
+    """Design §10 (1,000 sessions) and fault 40: each begun, advanced on one server, gone on with on the other: memory,
+    descriptors and threads flat, every state the right one."""
+    world = make_world(proxied=False, LONGTAKE_DEVICE_STATE_BYTES="200000", LONGTAKE_HOST_STATE_BYTES="200000")
     takes: list[Take] = []
     sizes: list[Size] = []
     for n in range(1000):

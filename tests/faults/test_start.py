@@ -59,7 +59,12 @@ def test_a_store_that_begins_to_evict(make_world: MakeWorld) -> None:
     ],
 )
 def test_a_store_that_is_less_durable_than_asked(
-    zygote: Zygote, tmp_path: Path, kind: str, fsync: str, durability: str, starts: bool  # noqa: FBT001
+    zygote: Zygote,
+    tmp_path: Path,
+    kind: str,
+    fsync: str,
+    durability: str,
+    starts: bool,
 ) -> None:
     """Fault 5: the durability class is stated, and refused below the configured minimum."""
     with StoreServer(kind, tmp_path / "store", fsync) as store:
@@ -89,7 +94,8 @@ def test_nobody_listens(zygote: Zygote) -> None:
 
 
 def test_a_store_that_is_a_replica(make_world: MakeWorld, tmp_path: Path) -> None:
-    """Fault 26: READONLY: refused at the start; a store that becomes a replica makes servers unready until it is not."""
+    """Fault 26: READONLY: refused at the start; a store that becomes a replica makes servers unready until it is
+    not."""
     world = make_world()
     take = begun(world)
     with StoreServer("valkey", tmp_path / "primary") as primary:

@@ -14,7 +14,7 @@ from faults.cluster import until
 from faults.fixtures import MakeWorld, World, in_thread
 from faults.players import Player
 from faults.proxy import FaultProxy
-from faults.stores import StoreServer, small_disk
+from faults.stores import StoreServer, losing, small_disk
 from faults.test_commit_steps import begun
 from faults.truth import Move, path
 
@@ -43,8 +43,8 @@ def _work(player: Player, over: threading.Event) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_kill_the_store_under_load(make_world: MakeWorld, kind: str) -> None:
-    """Fault 4 and design §10 (kill -9 of Redis, AOF always): ×20 under load: everything acknowledged is there, 503 while down,
-    no replica is restarted."""
+    """Fault 4 and design (kill -9 of Redis, AOF always): ×20 under load: everything acknowledged is there, 503 while
+    down, no replica is restarted."""
     world = make_world(kind=kind)
     players = [world.another() for _ in range(3)]
     pids = [replica.pid for replica in world.cluster.replicas]
@@ -60,7 +60,7 @@ def test_kill_the_store_under_load(make_world: MakeWorld, kind: str) -> None:
 
 
 def test_a_store_that_writes_every_second_loses_and_says_so(make_world: MakeWorld) -> None:
-    """Fault 5 and design §10 (AOF everysec): the server calls its durability `relaxed`; what a crash loses is reported as
+    """Fault 5 and design (AOF everysec): the server calls its durability `relaxed`; what a crash loses is reported as
     `state_rolled_back`, and never replaced by a silent fork."""
     world = make_world(kind="redis", fsync="everysec")
     replica = world.cluster.replicas[0]
@@ -85,20 +85,6 @@ def test_a_store_that_writes_every_second_loses_and_says_so(make_world: MakeWorl
     world.settle()
 
 
-@contextmanager
-def losing(store: StoreServer) -> Iterator[None]:
-    """What is written meanwhile is lost, as by a crash before it was on disk."""
-    store.stop()
-    kept = store.folder.with_name("kept")
-    shutil.copytree(store.folder, kept)
-    store.start()
-    yield
-    store.kill()
-    shutil.rmtree(store.folder)
-    kept.rename(store.folder)
-    store.start()
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_store_frozen_for_a_moment(make_world: MakeWorld, kind: str) -> None:
     """Fault 6: SIGSTOP of the store for 1.5 s: slower, no failure, nothing twice."""
@@ -115,7 +101,7 @@ def test_a_store_frozen_for_a_moment(make_world: MakeWorld, kind: str) -> None:
 
 
 def test_a_store_frozen_for_long(world: World) -> None:
-    """Fault 6 and design §10 (SIGSTOP of Redis): longer than the time-out: 503 within the deadline, /readyz red, no pile of
+    """Fault 6 and design (SIGSTOP of Redis): longer than the time-out: 503 within the deadline, /readyz red, no pile of
     requests or threads, no double apply once it goes on, no restart."""
     take = begun(world)
     replica, move = world.cluster.replicas[0], Move(poses=path(24, 37))
@@ -142,8 +128,8 @@ def test_a_store_frozen_for_long(world: World) -> None:
 
 @pytest.mark.parametrize("when", ["before", "during"])
 def test_the_store_is_away_while_a_chunk_is_made(make_world: MakeWorld, when: str) -> None:
-    """Fault 4: a chunk that is being made while the store goes fails cleanly or is committed when it comes back; the retry
-    goes on from what was committed."""
+    """Fault 4: a chunk that is being made while the store goes fails cleanly or is committed when it comes back; the
+    retry goes on from what was committed."""
     world = make_world(TOY_DELAY_S="0.3")
     take = begun(world)
     move = Move(poses=path(84, 37))
@@ -168,8 +154,8 @@ def _branch(world: World, session_id: str) -> bytes:
 @pytest.mark.parametrize("mark", [b"\r\nSET\r\n", COMMIT, b"EVALSHA"], ids=["upload", "commit", "any script"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_swallowed_reply(make_world: MakeWorld, kind: str, mark: bytes) -> None:
-    """Fault 12: the reply to an upload, a commit, a script is lost after it was applied: nothing is applied twice, and the
-    final answer is right."""
+    """Fault 12: the reply to an upload, a commit, a script is lost after it was applied: nothing is applied twice, and
+    the final answer is right."""
     world = make_world(kind=kind)
     take = begun(world)
     player = world.another(only=0)
@@ -184,7 +170,7 @@ def test_a_swallowed_reply(make_world: MakeWorld, kind: str, mark: bytes) -> Non
 @pytest.mark.parametrize("count", [0, 1, 40, 100_000])
 @pytest.mark.parametrize("way", ["up", "down"])
 def test_a_connection_cut_in_the_middle_of_a_value(make_world: MakeWorld, way: str, count: int) -> None:
-    """Fault 13 and design §10 (connection cut mid-value): after N bytes of a blob's SET, or of the answer to a GET: not
+    """Fault 13 and design (connection cut mid-value): after N bytes of a blob's SET, or of the answer to a GET: not
     applied, or read again on a new connection; a short blob is never taken for a whole one."""
     world = make_world(TOY_STATE_BYTES=str(2 * 2**20))
     take = begun(world)
@@ -202,8 +188,8 @@ def test_a_connection_cut_in_the_middle_of_a_value(make_world: MakeWorld, way: s
 
 
 def test_a_partition_between_a_replica_and_the_store(world: World) -> None:
-    """Fault 14: one replica loses the store for longer than its lease: it answers 503 in time, the other one goes on, and
-    when it is over the first one writes nothing that is stale."""
+    """Fault 14: one replica loses the store for longer than its lease: it answers 503 in time, the other one goes on,
+    and when it is over the first one writes nothing that is stale."""
     take = begun(world)
     lost, fine = world.another(only=0), world.another(only=1)
     world.proxies[0].partition()
@@ -222,8 +208,8 @@ def test_a_partition_between_a_replica_and_the_store(world: World) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_store_without_memory_left(make_world: MakeWorld, kind: str) -> None:
-    """Fault 15 and design §10 (Redis at maxmemory): reached mid-upload: 507 `store_full`, head intact; deleting makes room and
-    so does a larger limit; then the retry succeeds."""
+    """Fault 15 and design (Redis at maxmemory): reached mid-upload: 507 `store_full`, head intact; deleting makes room
+    and so does a larger limit; then the retry succeeds."""
     world = make_world(kind=kind, TOY_STATE_BYTES=str(2 * 2**20))
     take = begun(world)
     victim = world.player.create()
@@ -245,7 +231,7 @@ def test_a_store_without_memory_left(make_world: MakeWorld, kind: str) -> None:
 
 @pytest.mark.parametrize("fsync", ["always", "everysec"])
 def test_a_full_disk(make_world: MakeWorld, tmp_path: Path, fsync: str) -> None:
-    """Fault 17 and design §10 (disk full): under the AOF, both ways of syncing: 503 or 507 with a reason; with room again,
+    """Fault 17 and design (disk full): under the AOF, both ways of syncing: 503 or 507 with a reason; with room again,
     everything acknowledged is there."""
     with small_disk(tmp_path / "disk", 24) as disk:
         world = make_world(kind="redis", fsync=fsync, options={"dir": str(disk)}, TOY_STATE_BYTES=str(2**20))
@@ -277,7 +263,8 @@ def test_a_full_disk(make_world: MakeWorld, tmp_path: Path, fsync: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_torn_append_only_file(make_world: MakeWorld, kind: str) -> None:
-    """Fault 18: the AOF's tail is torn: the store starts with everything that was acknowledged before the torn command."""
+    """Fault 18: the AOF's tail is torn: the store starts with everything that was acknowledged before the torn
+    command."""
     world = make_world(kind=kind)
     take = begun(world)
     world.player.advance(take, Move(poses=path(60, 37)), "application/json")
@@ -323,7 +310,8 @@ def test_a_store_that_forgets_its_scripts(world: World) -> None:
 
 @pytest.mark.parametrize("how", ["flushall", "restarted empty"])
 def test_a_store_that_comes_back_empty(world: World, how: str) -> None:
-    """Fault 25: FLUSHALL, or a start on an empty directory: sessions are not there (404), never new ones under old ids."""
+    """Fault 25: FLUSHALL, or a start on an empty directory: sessions are not there (404), never new ones under old
+    ids."""
     take = begun(world)
     if how == "flushall":
         world.store.raw.flushall()
@@ -343,8 +331,8 @@ def test_a_store_that_comes_back_empty(world: World, how: str) -> None:
 
 
 def test_a_failover_to_a_replica_that_lags(make_world: MakeWorld, tmp_path: Path) -> None:
-    """Fault 23: the store fails over to a replica of its own that lacks the last chunks: `state_rolled_back` for whoever
-    expects them, and the takes go on from where the new primary stands: never a silent fork."""
+    """Fault 23: the store fails over to a replica of its own that lacks the last chunks: `state_rolled_back` for
+    whoever expects them, and the takes go on from where the new primary stands: never a silent fork."""
     world = make_world()
     take = begun(world)
     with StoreServer("valkey", tmp_path / "lagging") as other, FaultProxy(world.store.port) as link:
@@ -379,8 +367,8 @@ def in_step(primary: StoreServer, other: StoreServer) -> bool:
 
 
 def test_a_stalled_replica_of_the_store(make_world: MakeWorld, tmp_path: Path) -> None:
-    """Fault 24: a replica of the store that stalls while more is written than its buffer holds: the primary goes on, and the
-    replica becomes whole again by itself."""
+    """Fault 24: a replica of the store that stalls while more is written than its buffer holds: the primary goes on,
+    and the replica becomes whole again by itself."""
     limits = {"client-output-buffer-limit": "replica 4mb 4mb 1", "repl-backlog-size": "1mb"}
     world = make_world(options=limits, TOY_STATE_BYTES=str(2**20))
     take = begun(world)
