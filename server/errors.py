@@ -1,5 +1,6 @@
 """Every error answer is an RFC 9457 problem with a stable code, and never repeats what the client sent."""
 
+import asyncio
 import logging
 import re
 from collections.abc import Callable, Mapping
@@ -58,6 +59,31 @@ def install(app: FastAPI, max_body_bytes: int, count: Count) -> None:
         app.add_exception_handler(kind, _counted(handler, count))
     app.add_exception_handler(ClientDisconnect, _on_leaving)
     app.add_middleware(BodyLimit, limit=max_body_bytes)
+    app.add_middleware(LastWord)
+
+
+class LastWord:
+    """Answers requests that are cancelled before they were answered: only a server that stops does that."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI entry."""
+        answered = False
+
+        async def noted(message: Message) -> None:
+            nonlocal answered
+            answered = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        except asyncio.CancelledError:
+            if answered or scope["type"] != "http":
+                raise
+            problem = ProblemError("shutting_down", "the server is shutting down", retry_after=5)
+            await render(problem)(scope, receive, send)
 
 
 def _counted(handler: Callable[[Exception], ProblemResponse], count: Count) -> Callable[[Request, Exception], Response]:

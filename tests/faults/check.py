@@ -67,7 +67,5 @@ def lasting(store: RedisStore, keys: Iterable[bytes | str]) -> list[str]:
         pipeline.pttl(name)
     lifetimes = pipeline.execute()
     return [
-        name
-        for name, left in zip(names, lifetimes, strict=True)
-        if left == -1 or left > (ORPHAN_SECONDS + 1) * 1000
+        name for name, left in zip(names, lifetimes, strict=True) if left == -1 or left > (ORPHAN_SECONDS + 1) * 1000
     ]

@@ -16,6 +16,7 @@ from pathlib import Path
 import httpx
 import torch
 
+import longtake.state_cache
 from faults.chaos import Plan, run, settle
 from faults.check import collect_all, fsck
 from faults.cluster import Answer, Cluster, Findings, until, zygote_for
@@ -148,7 +149,7 @@ class Drill:
     def store_rolled_back(self) -> None:
         """The store loses a chunk that a replica has in memory: it goes on from where the store stands."""
         take = self.begun()
-        self.player.advance(take, Move(pad=True), "application/json")
+        self.here.advance(take, Move(pad=True), "application/json")
         kept = take.truth
         with losing(self.store):
             self.here.advance(take, Move(poses=path(24, take.truth.next_frame)), "application/json")
@@ -170,6 +171,7 @@ class Drill:
         take = self.begun()
         self.here.advance(take, Move(poses=path(60, take.truth.next_frame)), "application/json")
         self.there.rewind(take, 0, 11)
+        self.player.check_session(take, self.player.caller.call("GET", take.path))
         self.here.advance(take, Move(poses=path(60, take.truth.next_frame)), "application/json")
         self.here.repeat(take)
 
@@ -211,12 +213,14 @@ class Drill:
         self.cluster.close()
 
 
-def drill(folder: Path, chaos_seconds: float) -> Findings:
-    """Exercise by exercise until a promise is broken; then chaos, if none was."""
+def drill(folder: Path, chaos_seconds: float = 0.0, only: str | None = None) -> Findings:
+    """Exercise by exercise, or only one, until a promise is broken; then chaos, if none was."""
     torch.set_num_threads(1)
     with ExitStack() as stack:
         exercise = Drill(folder, stack)
         for each in exercise.exercises():
+            if only not in (None, each.__name__):
+                continue
             try:
                 each()
             except (TimeoutError, RuntimeError, KeyError, IndexError, httpx.TransportError) as error:
@@ -234,8 +238,13 @@ def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--chaos-seconds", type=float, default=0.0)
+    parser.add_argument("--package", help="Where the package must have been imported from.")
+    parser.add_argument("--only", help="Name of the only exercise.")
+    options = parser.parse_args()
+    if options.package and not longtake.state_cache.__file__.startswith(options.package):
+        parser.error(f"the package comes from {longtake.state_cache.__file__}")
     with tempfile.TemporaryDirectory(prefix="drill-") as folder:
-        findings = drill(Path(folder), parser.parse_args().chaos_seconds)
+        findings = drill(Path(folder), options.chaos_seconds, options.only)
     print("\n".join(findings.found) or "nothing was found")  # noqa: T201
     return bool(findings.found)
 

@@ -18,9 +18,10 @@ _TESTS = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Mutant:
-    """`old`, which stands in `file` exactly once, becomes `new`."""
+    """`old`, which stands in `file` exactly once, becomes `new`; the drill's exercise `caught_by` must notice."""
 
     name: str
+    caught_by: str
     file: str
     old: str
     new: str
@@ -37,18 +38,21 @@ class Mutant:
 MUTANTS = (
     Mutant(
         "no idempotency check",
+        "power_cuts",
         "server/engine/task.py",
         'return None if key is None else f"chunks:{key}"',
         "return None",
     ),
     Mutant(
         "a key serves for any request",
+        "reused_key",
         "server/engine/advance.py",
         "if progress is not None and progress.fingerprint != command.fingerprint:",
         "if False:",
     ),
     Mutant(
         "neither fence nor compare of the head",
+        "zombie",
         "state_cache/commit.lua",
         "if is_fenced(ARGV[2], ARGV[3]) then return {'FENCED'} end\n"
         "refusal = head_refusal(ARGV[4], ARGV[5])\nif refusal then return refusal end\n",
@@ -56,55 +60,66 @@ MUTANTS = (
     ),
     Mutant(
         "acknowledged before the log record is durable",
+        "power_cuts",
         "server/engine/publish.py",
         "store.commit(replace(step, chunk=record))",
         '__import__("threading").Timer(0.2, store.commit, [replace(step, chunk=record)]).start()',
     ),
     Mutant(
         "a snapshot is taken for the wrong chunk",
+        "snapshots",
         "server/engine/advance.py",
         "task.head.chunk + 1 + offset, output.state",
         "task.head.chunk + 1 + max(0, offset - 1), output.state",
     ),
     Mutant(
         "blobs are collected while a fork still points at them",
+        "forks_and_garbage",
         "state_cache/retention.py",
         "for span in (*older, Span(own.branch, own.start, _NEVER)):",
         "for span in (Span(own.branch, own.start, _NEVER),):",
     ),
     Mutant(
         "a lease never lapses",
+        "dead_holder",
         "state_cache/acquire.lua",
         "if other and lease > now then",
         "if other and lease > 0 then",
     ),
-    Mutant("a lease is not renewed", "server/engine/leases.py", "self._lease_s / 3", "self._lease_s * 300"),
+    Mutant(
+        "a lease is not renewed", "long_chunk", "server/engine/leases.py", "self._lease_s / 3", "self._lease_s * 300"
+    ),
     Mutant(
         "a lease keeps nobody out",
+        "long_chunk",
         "state_cache/acquire.lua",
         "if other and lease > now then",
         "if false then",
     ),
     Mutant(
         "a rewind does not raise the revision",
+        "rewinds",
         "state_cache/rewind.lua",
         "redis.call('HINCRBY', head, 'revision', 1)\n",
         "",
     ),
     Mutant(
         "memory is trusted without a look at the store",
+        "store_rolled_back",
         "server/engine/tiers.py",
         "return (self.fence, self.revision, self.chunk) == (fence, head.revision, head.chunk)",
         "return True",
     ),
     Mutant(
-        "a fork takes the chunk after its own along",
+        "a fork lacks the last chunk it shares",
+        "forks_and_garbage",
         "state_cache/redis_store.py",
         "path = cut(spans(child.parent.session_id, source), child.parent.chunk + 1)",
         "path = cut(spans(child.parent.session_id, source), child.parent.chunk)",
     ),
     Mutant(
         "a key is forgotten with its commit",
+        "power_cuts",
         "state_cache/commit.lua",
         "if key ~= '' then redis.call('HSET', requests, key, ARGV[12]) end\n",
         "",
@@ -122,10 +137,12 @@ def plant(folder: Path, mutant: Mutant | None) -> Path:
     return folder
 
 
-def drilled(path: Path) -> tuple[bool, str]:
-    """Whether the drill finds something in the packages on this path, and what it says."""
+def drilled(path: Path, only: str | None = None) -> tuple[bool, str]:
+    """Whether the drill, or one exercise of it, finds something in the packages on this path, and what it says."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(path), str(_TESTS)))}
-    command = [sys.executable, "-m", "faults.drill"]
+    command = [sys.executable, "-m", "faults.drill", "--package", str(path)]
+    if only is not None:
+        command += ["--only", only]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     said = done.stdout + done.stderr[-3000:]
     if done.returncode not in (0, 1) or "Traceback" in done.stderr:

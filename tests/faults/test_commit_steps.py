@@ -5,7 +5,7 @@ from collections.abc import Callable
 import httpx
 import pytest
 
-from faults.cluster import Answer
+from faults.cluster import Answer, until
 from faults.fixtures import MakeWorld, World, in_thread
 from faults.players import IMAGE, Take
 from faults.truth import Move, Truth, path
@@ -245,5 +245,27 @@ def test_sigterm_during_a_commit(make_world: MakeWorld, where: str) -> None:
     answer = retry.caller.call("POST", f"{take.path}/chunks", move.body(), key=key, patience=3)
     assert answer.attempts == 1, "the lease was not given up"
     world.player.check_advanced(take, answer, before)
+    world.cluster.restart(0)
+    world.settle()
+
+
+def test_sigterm_with_a_request_that_outlasts_the_grace(make_world: MakeWorld) -> None:
+    """Fault 37: a step of the model that takes longer than the server may take to stop: the client hears
+    `shutting_down`, not a bare 500, and its retry goes on elsewhere."""
+    world = make_world(LONGTAKE_GRACE_S="1")
+    take = begun(world)
+    replica = world.cluster.restart(0, TOY_DELAY_S="2.5")
+    move = Move(poses=path(60, 37))
+    running = in_thread(
+        lambda: world.cluster.send(replica, "POST", f"{take.path}/chunks", move.body(), key="outlasted")
+    )
+    until(lambda: world.store.raw.hget(next(iter(world.store.raw.keys(f"*:h:{take.id}"))), "lease") not in (None, b"0"))
+    assert replica.stop() == 0
+    answer = running.result(10)
+    assert (answer.status, answer.code) == (503, "shutting_down"), answer.content
+    before, take.truth = take.truth, take.truth.moved(move)
+    world.player.check_advanced(
+        take, world.another(only=1).post(take, move, "outlasted", "application/json", None), before
+    )
     world.cluster.restart(0)
     world.settle()
