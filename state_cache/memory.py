@@ -25,7 +25,7 @@ from longtake.state_cache.errors import (
 from longtake.state_cache.ids import lineage_of
 from longtake.state_cache.memory_blobs import MemoryBlobs
 from longtake.state_cache.memory_log import MemoryLog
-from longtake.state_cache.protocol import CLAIM_SECONDS, Collected, Commit, Rewind, StoreStatus
+from longtake.state_cache.protocol import CLAIM_SECONDS, Collected, Commit, Place, Rewind, StoreStatus
 from longtake.state_cache.records import (
     Arena,
     BlobRef,
@@ -250,15 +250,13 @@ class MemoryStore:
         with self._lock:
             return [*self._litter][:limit]
 
-    def list(self, limit: int, after: str | None = None, owner: str = "") -> list[str]:
+    def list(self, limit: int, after: Place | None = None, owner: str = "") -> list[Place]:
         """See `Store.list`."""
         with self._lock:
-            records = [decode(entry.record, SessionRecord) for entry in self._sessions.values()]
-            newest = [name for _, name in sorted((r.created_at, r.id) for r in records if r.owner == owner)][::-1]
-            if after is not None and after not in newest:
-                raise SessionNotFound("there is no such session to list from")
-            start = 0 if after is None else newest.index(after) + 1
-            return [name for name in newest[start:] if not self._has_expired(name)][:limit]
+            there = [entry.record for name, entry in self._sessions.items() if not self._has_expired(name)]
+            records = [decode(record, SessionRecord) for record in there]
+            places = [Place(record.created_at, record.id) for record in records if record.owner == owner]
+            return sorted((place for place in places if after is None or place < after), reverse=True)[:limit]
 
     def delete(self, session_id: str) -> None:
         """See `Store.delete`."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from longtake.state_cache.records import (
     Arena,
@@ -82,6 +82,13 @@ class Rewind:
     cursor: Cursor
     key: str | None = None
     request: RequestRecord | None = None
+
+
+class Place(NamedTuple):
+    """Where a session is in its owner's listing, newest first; an id decides between those of one moment."""
+
+    created_at: float
+    session_id: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,11 +220,8 @@ class Store(Protocol):
         is `route_key` is deleted or expires; 24 hours if that is not created.
         """
 
-    def list(self, limit: int, after: str | None = None, owner: str = "") -> list[str]:
-        """Ids of an owner's sessions, newest first, at most `limit`, from behind `after` on.
-
-        Raises `SessionNotFound` when `after` is not one of the owner's.
-        """
+    def list(self, limit: int, after: Place | None = None, owner: str = "") -> list[Place]:
+        """An owner's sessions, newest first, at most `limit`, from behind `after` on, which need not be there."""
 
     def delete(self, session_id: str) -> None:
         """Drop a session and its claim. What no other session of its lineage needs goes with `collect`."""

@@ -13,7 +13,7 @@ from longtake.state_cache.directory import Directory
 from longtake.state_cache.errors import BlobsMissing, ChunkNotFound, HeadConflict, SchemaError, SessionNotFound
 from longtake.state_cache.failpoints import failpoint
 from longtake.state_cache.ids import lineage_of
-from longtake.state_cache.protocol import Collected, Commit, Rewind, StoreStatus
+from longtake.state_cache.protocol import Collected, Commit, Place, Rewind, StoreStatus
 from longtake.state_cache.records import (
     Arena,
     BlobRef,
@@ -236,13 +236,13 @@ class RedisStore:
             bound = self._directory.claim(route_key, fingerprint, session_id)
         return bound
 
-    def list(self, limit: int, after: str | None = None, owner: str = "") -> list[str]:
+    def list(self, limit: int, after: Place | None = None, owner: str = "") -> list[Place]:
         """See `Store.list`."""
-        rank = 0 if after is None else self._directory.rank(owner, after) + 1
-        found: list[str] = []
-        while len(found) < limit and (page := self._directory.page(owner, rank, limit)):
-            found += self._those_of(owner, page)
-            rank += len(page)
+        found: list[Place] = []
+        while len(found) < limit and (page := self._directory.page(owner, after, limit)):
+            owners = self._those_there([place.session_id for place in page])
+            found += [place for place in page if owners.get(place.session_id) == owner]
+            after = page[-1]
         return found[:limit]
 
     def delete(self, session_id: str) -> None:
@@ -288,9 +288,6 @@ class RedisStore:
         if not _is_there(head, time):
             raise SessionNotFound("there is no such session")
         return replies
-
-    def _those_of(self, owner: str, ids: Sequence[str]) -> Sequence[str]:
-        return [name for name, named in self._those_there(ids).items() if named == owner]
 
     def _those_there(self, ids: Sequence[str]) -> Mapping[str, str]:
         """Those of the sessions that are there, with their owners."""

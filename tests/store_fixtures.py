@@ -26,6 +26,7 @@ from longtake.state_cache import (
     Head,
     Holder,
     Parent,
+    Place,
     RequestRecord,
     Rewind,
     SessionRecord,
@@ -240,6 +241,11 @@ def make_rewind(store: Store, session_id: str, fence: Fence, to_chunk: int) -> R
 
 def cursor_after(store: Store, session_id: str, chunk: int) -> Cursor:
     return make_cursor() if chunk < 0 else store.chunk(session_id, chunk).cursor()
+
+
+def listed(store: Store, limit: int, after: Place | None = None, owner: str = "") -> list[str]:
+    """Ids of an owner's sessions, newest first."""
+    return [place.session_id for place in store.list(limit, after, owner)]
 
 
 def seeds(store: Store, session_id: str) -> list[int]:

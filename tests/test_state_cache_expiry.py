@@ -14,6 +14,7 @@ from store_fixtures import (
     RIVAL,
     check_whole,
     furnish,
+    listed,
     make_fork,
     make_rewind,
     make_session,
@@ -48,7 +49,7 @@ def test_a_session_without_a_lifetime_never_expires(probe: Probe) -> None:
     session_id = furnish(probe.store)
     assert probe.store.read(session_id)[1].expires_at is None
     assert probe.store.sweep() == 0
-    assert probe.store.list(9) == [session_id]
+    assert listed(probe.store, 9) == [session_id]
 
 
 USES: dict[str, Callable[[Store, str, Fence], object]] = {
@@ -84,7 +85,7 @@ def test_reading_and_failing_do_not_put_the_expiry_off(probe: Probe) -> None:
         store.commit(make_step(store, session_id, Fence(9, ""), 3))
     with pytest.raises(SessionExists):
         make_session(store, session_id, ttl_s=3600)
-    store.list(9)
+    listed(store, 9)
     store.sweep()
     assert store.read(session_id)[1].expires_at == before
 
@@ -101,7 +102,7 @@ def test_an_expired_session_is_not_there(probe: Probe, *, swept: bool) -> None:
             call(store, session_id)
     with pytest.raises(SessionNotFound):
         store.commit(commit)
-    assert store.list(9) == [other]
+    assert listed(store, 9) == [other]
 
 
 def test_a_lifetime_passes_by_the_clock_of_the_store(probe: Probe) -> None:
@@ -122,11 +123,11 @@ def test_a_lifetime_in_memory_passes_by_the_given_clock() -> None:
     now = 68.0
     store.commit(make_step(store, session_id, fence, 0))
     now = 77.9
-    assert (store.sweep(), store.list(9)) == (0, [session_id])
+    assert (store.sweep(), listed(store, 9)) == (0, [session_id])
     now = 78.0
     with pytest.raises(SessionNotFound):
         store.commit(make_step(store, session_id, fence, 1))
-    assert (store.sweep(), store.list(9)) == (1, [])
+    assert (store.sweep(), listed(store, 9)) == (1, [])
 
 
 @pytest.mark.parametrize("owner", ["", "ada"])
@@ -144,7 +145,7 @@ def test_sweeping_takes_as_many_as_asked(probe: Probe) -> None:
     for session_id in made[:4]:
         probe.set_expiry(session_id, -1)
     assert [probe.store.sweep(limit=3) for _ in range(3)] == [3, 1, 0]
-    assert probe.store.list(9) == made[4:]
+    assert listed(probe.store, 9) == made[4:]
 
 
 @pytest.mark.parametrize("expired", ["parent", "fork"])
@@ -232,7 +233,7 @@ def test_what_decides_a_sweep_is_the_script(redis_server: str, monkeypatch: pyte
     monkeypatch.setattr(probe.store._directory, "drop_claim", lambda session: probe.set_expiry(session.id, 50))
     assert probe.store.sweep() == 0
     assert probe.store.chunk(session_id, 2).index == 2
-    assert probe.store.list(9) == [session_id]
+    assert listed(probe.store, 9) == [session_id]
     probe.close()
 
 

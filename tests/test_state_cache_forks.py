@@ -7,6 +7,7 @@ import pytest
 import torch
 from store_fixtures import (
     check_whole,
+    listed,
     make_cursor,
     make_fork,
     make_request,
@@ -59,7 +60,7 @@ def test_a_fork_begins_where_its_parent_stood(any_store: Store) -> None:
     assert list(any_store.snapshots(child)) == [0, 1, 2]
     with pytest.raises(ChunkNotFound):
         any_store.chunk(child, 3)
-    assert any_store.list(9) == sorted((parent, child), reverse=True)
+    assert listed(any_store, 9) == sorted((parent, child), reverse=True)
 
 
 def test_a_fork_and_its_parent_never_see_each_other_again(any_store: Store) -> None:
@@ -153,7 +154,7 @@ def test_a_fork_that_is_refused_leaves_nothing(probe: Probe) -> None:
         with pytest.raises(error):
             store.fork(msgspec.structs.replace(child, parent=of), head, cursor)
     assert probe.keys() == before
-    assert store.list(9) == [parent]
+    assert listed(store, 9) == [parent]
     assert store.forks(parent) == {}
     with pytest.raises(SessionNotFound):
         store.read(child.id)

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 import pytest
-from store_fixtures import check_whole, make_fork, make_rewind, make_session, make_step, seeds, take, write
+from store_fixtures import check_whole, listed, make_fork, make_rewind, make_session, make_step, seeds, take, write
 from store_probes import Probe, RedisProbe
 
 from longtake.state_cache import (
@@ -114,7 +114,7 @@ class Scene:
         self.write_dead_blobs_again()
 
     def sessions(self) -> list[str]:
-        return self.store.list(99)
+        return listed(self.store, 99)
 
     def check(self) -> None:
         for session_id in self.sessions():
@@ -308,7 +308,7 @@ def test_collectors_and_writers_at_once(probe: Probe) -> None:
         for session_id, log in worker.own.items():
             check_whole(store, session_id)
             assert seeds(store, session_id) == log
-    for session_id in store.list(99):
+    for session_id in listed(store, 99):
         store.delete(session_id)
     store.collect(lineage_of(first), KEEP)
     with pytest.raises(SessionNotFound):

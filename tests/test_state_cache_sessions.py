@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from store_fixtures import CALLS, check_whole, furnish, make_cursor, make_fork, make_session, take, write
+from store_fixtures import CALLS, check_whole, furnish, listed, make_cursor, make_fork, make_session, take, write
 from store_probes import Probe, RedisProbe
 
 from longtake.state_cache import (
@@ -29,7 +29,7 @@ def test_creating_twice_or_without_blobs_is_refused(probe: Probe) -> None:
         store.create(orphan, make_cursor())
     with pytest.raises(SessionNotFound):
         store.read(orphan.id)
-    assert store.list(9) == [session_id]
+    assert listed(store, 9) == [session_id]
 
 
 def test_a_claim_holds_until_its_session_is_deleted(any_store: Store) -> None:
@@ -47,12 +47,40 @@ def test_a_claim_holds_until_its_session_is_deleted(any_store: Store) -> None:
 def test_sessions_are_listed_newest_first(any_store: Store) -> None:
     made = [make_session(any_store, created_at=1.8e9 + age) for age in (0.001, 30, 10, 20)]
     newest = [made[1], made[3], made[2], made[0]]
-    assert any_store.list(10) == newest
-    assert any_store.list(2) == newest[:2]
-    assert any_store.list(2, newest[1]) == newest[2:]
-    assert any_store.list(2, newest[3]) == []
-    with pytest.raises(SessionNotFound):
-        any_store.list(2, new_session_id())
+    places = any_store.list(10)
+    assert [place.session_id for place in places] == newest
+    assert [place.created_at for place in places] == [any_store.read(name)[0].created_at for name in newest]
+    assert listed(any_store, 2) == newest[:2]
+    assert listed(any_store, 2, places[1]) == newest[2:]
+    assert listed(any_store, 2, places[3]) == []
+
+
+def test_a_listing_goes_on_behind_what_was_deleted(any_store: Store) -> None:
+    made = sorted(make_session(any_store, created_at=age / 3) for age in (1.8e9, 1.8e9, 1.8e9, 1.9e9, 1.9e9))
+    newest, last, met = listed(any_store, 9), None, []
+    assert sorted(newest) == made
+    while places := any_store.list(2, last):
+        for place in places:
+            any_store.delete(place.session_id)
+        met += [place.session_id for place in places]
+        last = places[-1]
+    assert met == newest
+    assert last is not None
+    newer = make_session(any_store, created_at=2e9)
+    assert listed(any_store, 9, last) == []
+    older = make_session(any_store, created_at=1.0)
+    assert listed(any_store, 9, last) == [older]
+    assert listed(any_store, 9) == [newer, older]
+
+
+@pytest.mark.parametrize("limit", [1, 3, 9])
+def test_sessions_of_one_moment_are_listed_once_each(any_store: Store, limit: int) -> None:
+    made = [make_session(any_store, created_at=1.7e9 + 0.1) for _ in range(7)]
+    met, last = [], None
+    while places := any_store.list(limit, last):
+        met += [place.session_id for place in places]
+        last = places[-1]
+    assert met == sorted(made, reverse=True)
 
 
 def test_a_listing_passes_over_sessions_that_were_never_finished(redis_server: str) -> None:
@@ -60,7 +88,7 @@ def test_a_listing_passes_over_sessions_that_were_never_finished(redis_server: s
     made = [make_session(probe.store, created_at=age) for age in (1, 2, 3, 4)]
     for lost in made[1:3]:
         probe.raw.delete(f"{probe.prefix}:{{{lineage_of(lost)}}}:s:{lost}", probe.head(lost))
-    assert probe.store.list(2) == [made[3], made[0]]
+    assert listed(probe.store, 2) == [made[3], made[0]]
     probe.close()
 
 
@@ -68,24 +96,22 @@ def test_each_owner_sees_their_own_sessions(any_store: Store) -> None:
     made = [
         make_session(any_store, created_at=age, owner=owner) for age, owner in enumerate(["", "ada", "bob", "ada", ""])
     ]
-    assert any_store.list(9) == [made[4], made[0]]
-    assert any_store.list(9, owner="ada") == [made[3], made[1]]
-    assert any_store.list(9, made[3], "ada") == [made[1]]
-    assert any_store.list(9, owner="bob") == [made[2]]
-    assert any_store.list(9, owner="eve") == []
-    with pytest.raises(SessionNotFound):
-        any_store.list(9, made[3], "bob")
+    assert listed(any_store, 9) == [made[4], made[0]]
+    assert listed(any_store, 9, owner="ada") == [made[3], made[1]]
+    assert listed(any_store, 9, any_store.list(1, owner="ada")[0], "ada") == [made[1]]
+    assert listed(any_store, 9, owner="bob") == [made[2]]
+    assert listed(any_store, 9, owner="eve") == []
     assert any_store.read(made[3])[0].owner == "ada"
     any_store.delete(made[3])
-    assert any_store.list(9, owner="ada") == [made[1]]
+    assert listed(any_store, 9, owner="ada") == [made[1]]
 
 
 def test_an_id_that_is_taken_is_listed_for_its_first_owner_only(any_store: Store) -> None:
     session_id = make_session(any_store, owner="ada")
     with pytest.raises(SessionExists):
         make_session(any_store, session_id, owner="bob")
-    assert any_store.list(9, owner="bob") == []
-    assert any_store.list(9, owner="ada") == [session_id]
+    assert listed(any_store, 9, owner="bob") == []
+    assert listed(any_store, 9, owner="ada") == [session_id]
 
 
 @pytest.mark.parametrize(("owner", "ttl_s"), [("", None), ("ada", 60)], ids=["plain", "owned, expires"])
@@ -94,7 +120,7 @@ def test_deleting_leaves_nothing_behind(probe: Probe, owner: str, ttl_s: int | N
     session_id = furnish(store, owner=owner, ttl_s=ttl_s)
     assert probe.keys()
     store.delete(session_id)
-    assert store.list(9, owner=owner) == []
+    assert listed(store, 9, owner=owner) == []
     store.collect(lineage_of(session_id), Retention())
     assert probe.keys() == set()
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from longtake.api_schemas.problems import ProblemError
 from longtake.api_schemas.resources import Chunk, ChunkList, Session, SessionList
 from longtake.server.engine.metrics import Metrics
+from longtake.server.engine.places import place_of, place_text
 from longtake.server.engine.store_calls import StoreCalls
 from longtake.server.engine.views import chunk_view, session_view
 from longtake.server.engine.workers import Workers
@@ -50,19 +51,23 @@ class Reader:
             raise ProblemError("session_not_found", "there is no such session", "session_id")
 
     async def sessions(self, owner: str, limit: int, after: str | None) -> SessionList:
-        """An owner's sessions, newest first; one deleted while listing, or that can not be read, is left out."""
+        """An owner's sessions, newest first; one deleted while listing, or that can not be read, is left out.
+
+        `after` is the `next` of another page or the id of a session. Raises `session_not_found` for such an id.
+        """
 
         def read() -> tuple[list[Session], str | None]:
-            ids = self._store.list(limit, after, owner)
+            begin = None if after is None else place_of(self._store, after, owner)
+            places = self._store.list(limit, begin, owner)
             found = []
-            for session_id in ids:
+            for place in places:
                 try:
-                    found.append(read_view(self._store, session_id, self._model.spec))
+                    found.append(read_view(self._store, place.session_id, self._model.spec))
                 except SessionNotFound:
                     continue
                 except SchemaError as error:
                     log.warning("a session can not be listed: %s", error)
-            return found, ids[-1] if len(ids) == limit else None
+            return found, place_text(places[-1]) if len(places) == limit else None
 
         found, following = await self._calls.call(read)
         return SessionList(data=found, next=following)

@@ -43,7 +43,7 @@ async def index(
     engine: EngineOf,
     owner: OwnerOf,
     limit: Annotated[int, Query(ge=1, le=100)] = 100,
-    after: Annotated[str | None, Query(description="Id of the last session of the page before.")] = None,
+    after: Annotated[str | None, Query(description="`next` of the page before, or a session's id.")] = None,
 ) -> SessionList:
     """Sessions, newest first."""
     return await engine.read.sessions(owner, limit, after)

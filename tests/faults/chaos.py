@@ -260,7 +260,7 @@ def settle(cluster: Cluster, store: StoreServer, players: Iterable[Player], cont
 def _delete_all(cluster: Cluster, store: StoreServer) -> None:
     """I7: after deletion and a collection, what is left goes by itself."""
     books = cluster.store(store.url)
-    for session_id in books.list(1 << 20):
+    for _, session_id in books.list(1 << 20):
         books.delete(session_id)
     collect_all(books, cluster.findings)
     left = lasting(books, store.raw.keys(f"{cluster.prefix}:*"))

@@ -1,5 +1,5 @@
 """Fixtures of the fault suite."""
 
-from faults.fixtures import _nothing_is_left, make_world, world, zygote
+from faults.fixtures import _no_test_hangs, _nothing_is_left, make_world, world, zygote
 
-__all__ = ["_nothing_is_left", "make_world", "world", "zygote"]
+__all__ = ["_no_test_hangs", "_nothing_is_left", "make_world", "world", "zygote"]

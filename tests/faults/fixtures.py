@@ -1,5 +1,7 @@
 """Worlds to hurt: a store and replicas of their own for every test."""
 
+import faulthandler
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -19,6 +21,9 @@ from faults.replica import Zygote
 from faults.stores import StoreServer
 
 R = TypeVar("R")
+
+STUCK_SECONDS = 300.0
+"""Longer than any test of the short form takes on a busy machine."""
 
 
 @dataclass
@@ -110,6 +115,14 @@ def _nothing_is_left() -> Iterator[None]:
     torch.set_num_threads(torch_threads)
     left = [thread.name for thread in set(threading.enumerate()) - before if thread.is_alive()]
     assert not left, f"threads are left: {left}"
+
+
+@pytest.fixture(autouse=True)
+def _no_test_hangs() -> Iterator[None]:
+    """A test that takes this long is stuck: say where, and end everything."""
+    faulthandler.dump_traceback_later(STUCK_SECONDS, exit=True, file=sys.__stderr__)
+    yield
+    faulthandler.cancel_dump_traceback_later()
 
 
 def in_thread(function: Callable[[], R]) -> "Future[R]":

@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Self
 
 READY_SECONDS = 20.0
+ANSWER_SECONDS = 60.0
 _TESTS = Path(__file__).parents[1]
 _PR_SET_PDEATHSIG = 1
 _ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
@@ -134,6 +135,7 @@ class Zygote:
                 env=inherited | _ONE_THREAD | {"PYTHONPATH": path},
                 stdin=subprocess.DEVNULL,
             )
+        self._socket.settimeout(ANSWER_SECONDS)
         if not self._socket.recv(16):
             raise ReplicaDiedError("the forking process did not start")
 

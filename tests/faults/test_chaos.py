@@ -1,5 +1,6 @@
 """Seeded runs of clients against replicas and stores that keep failing; `make faults` runs them for half an hour."""
 
+import faulthandler
 import os
 import secrets
 import time
@@ -32,6 +33,7 @@ def test_chaos(plan: Plan, tmp_path: Path) -> None:
 @pytest.mark.skipif(MINUTES not in os.environ, reason="the long form: make faults")
 def test_chaos_for_long(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The long form: a new seed every minute, printed, so that a failure can be run again."""
+    faulthandler.cancel_dump_traceback_later()  # every call of a run has a deadline of its own
     end = time.monotonic() + 60 * float(os.environ[MINUTES])
     count = 0
     while time.monotonic() < end:
