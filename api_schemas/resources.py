@@ -173,6 +173,8 @@ class Chunk(BaseModel):
     kind: str = Field(description="`generate`: made by the model; `observe`: absorbed from uploaded frames.")
     frame_start: int = Field(description="Number of the first video frame; frame 0 is the uploaded image.")
     frame_count: int
+    seed: int = Field(description="In force for this chunk.")
+    prompt: str | None = Field(description="In force for this chunk; null: the one that the session began with.")
     frames_digest: str = Field(description="SHA-256 of the raw RGB frames in order.")
     state_digest: str = Field(description="Hash of every state tensor after this chunk.")
     timings_ms: dict[str, float]

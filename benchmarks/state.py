@@ -145,7 +145,7 @@ class Take:
 
     def commit(self, latents: Mapping[str, Tensor], segment: bytes) -> None:
         """The next chunk's log record."""
-        arena, file = save_both(self.store, self.id, latents, segment)
+        arena, file = save_both(self.store, self.id, latents, segment, mend=True)
         chunk = ChunkRecord(
             index=self.chunk + 1,
             kind="generate",

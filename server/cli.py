@@ -117,7 +117,7 @@ def generate(
     """Walk through an image along a path, and write the video."""
     from longtake.server.generate import Walk, run_walk
 
-    with _friendly():
+    with _friendly(), _about(session):
         walk = Walk(
             *(
                 image,
@@ -146,10 +146,14 @@ def generate(
 def list_sessions(server: ServerOption = None, data_dir: DataDirOption = None) -> None:
     """List sessions, newest first."""
     with _friendly(), _client(server, data_dir) as client:
+        found = None
         for found in client.sessions():
             counts = f"{found.next_chunk:>5} chunks {found.pending_poses:>2} pending"
             line = f"{found.id}  {found.created_at:%Y-%m-%d %H:%M:%S}  {found.model}  {counts}  {found.prompt[:40]}"
             console.print(line, highlight=False, markup=False, soft_wrap=True)
+        if found is None:
+            errors = Console(stderr=True)
+            errors.print(_nothing_there(server, data_dir), highlight=False, markup=False, soft_wrap=True)
 
 
 @sessions_app.command("show")
@@ -157,7 +161,7 @@ def show_session(session: str, server: ServerOption = None, data_dir: DataDirOpt
     """Show where a session stands, and beside it (on standard error) the tree of its forks."""
     from longtake.server.session_tree import family_tree
 
-    with _friendly(), _client(server, data_dir) as client:
+    with _friendly(), _about(session), _client(server, data_dir) as client:
         shown = client.session(session)
         console.print_json(shown.model_dump_json())
         if (tree := family_tree(client, shown)) is not None:
@@ -173,7 +177,7 @@ def fork_session(
     data_dir: DataDirOption = None,
 ) -> None:
     """Begin a second session where one stood after a chunk; prints its id."""
-    with _friendly(), _client(server, data_dir) as client:
+    with _friendly(), _about(session), _client(server, data_dir) as client:
         fork = client.fork(session, from_chunk, seed=seed)
         console.print(fork.id, highlight=False, soft_wrap=True)
 
@@ -187,7 +191,7 @@ def rewind_session(
     data_dir: DataDirOption = None,
 ) -> None:
     """Take a session back to where it stood after a chunk; later chunks are given up."""
-    with _friendly(), _client(server, data_dir) as client:
+    with _friendly(), _about(session), _client(server, data_dir) as client:
         back = client.rewind(session, to_chunk, seed=seed)
         console.print(f"{back.id}: the next chunk is {back.next_chunk}", highlight=False, soft_wrap=True)
 
@@ -200,7 +204,7 @@ def session_video(
     data_dir: DataDirOption = None,
 ) -> None:
     """Write everything a session has shown so far."""
-    with _friendly(), _client(server, data_dir) as client:
+    with _friendly(), _about(session), _client(server, data_dir) as client:
         client.save_video(session, output)
         console.print(f"{output}: {client.session(session).next_chunk * CHUNK_FRAMES} frames", highlight=False)
 
@@ -214,7 +218,8 @@ def remove_sessions(
     """Drop sessions with everything they hold."""
     with _friendly(), _client(server, data_dir) as client:
         for session in sessions:
-            client.delete(session)
+            with _about(session):
+                client.delete(session)
             console.print(f"dropped {session}")
 
 
@@ -228,7 +233,7 @@ def verify_session(
     """Check a session where it is kept, without a server: its blobs, its log, its snapshots, and a whole replay."""
     from longtake.server.verify_cli import run_verify
 
-    with _friendly():
+    with _friendly(), _about(session):
         well = run_verify(session, state_url, data_dir, model, console)
     if not well:
         raise typer.Exit(1)
@@ -245,11 +250,36 @@ def _client(server: str | None, data_dir: Path | None) -> Iterator[Client]:
         return
     with (
         console.status("starting a server") as status,
-        private_server(data_dir) as private,
+        private_server(data_dir, api_key=api_key) as private,
         Client(private.url, api_key=api_key) as client,
     ):
         status.stop()
         yield client
+
+
+def _nothing_there(server: str | None, data_dir: Path | None) -> str:
+    """Where a listing looked that has found nothing, and what it would not have seen there."""
+    if server is not None:
+        where = f"at {server}"
+    elif data_dir is not None:
+        where = f"in {data_dir}"
+    else:
+        settings = Settings()
+        where = f"in {settings.data_dir}" if settings.state_url is None else "in the store of LONGTAKE_STATE_URL"
+    if os.environ.get(API_KEY_VARIABLE):
+        return f"no sessions {where} of the key in {API_KEY_VARIABLE}; those of other keys or none are not shown"
+    return f"no sessions {where}; {API_KEY_VARIABLE} is unset, so those that belong to a key are not shown"
+
+
+@contextmanager
+def _about(session: str | None) -> Iterator[None]:
+    """Where there is no such session, name it: a server repeats no input."""
+    try:
+        yield
+    except (ServerProblem, ProblemError) as error:
+        if session is None or error.code != "session_not_found":
+            raise
+        _fail(f"there is no such session: {session} [session_not_found]", error)
 
 
 @contextmanager

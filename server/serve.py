@@ -15,7 +15,7 @@ from longtake.server.doors import doors_of
 from longtake.server.engine.engine import Engine
 from longtake.server.engine.start import start_engine
 from longtake.server.private import READY_PREFIX
-from longtake.server.settings import Settings, StartError
+from longtake.server.settings import Settings, StartError, unknown_variables
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +50,8 @@ def serve(settings: Settings, *, while_stdin_open: bool = False) -> None:
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
+    for name in unknown_variables(os.environ):
+        log.warning("%s is no setting of this version: it has no effect", name)
     if while_stdin_open:
         threading.Thread(target=_end_with_stdin, daemon=True).start()
     signal.signal(signal.SIGTERM, _exit)

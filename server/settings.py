@@ -1,6 +1,7 @@
 """Every setting of the server, read from `LONGTAKE_…` environment variables; the command line overrides them."""
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -12,6 +13,18 @@ def default_data_dir() -> Path:
     """`$XDG_DATA_HOME/longtake`, or `~/.local/share/longtake`."""
     base = os.environ.get("XDG_DATA_HOME")
     return (Path(base) if base else Path.home() / ".local" / "share") / "longtake"
+
+
+OTHER_VARIABLES = frozenset(
+    {
+        "LONGTAKE_API_KEY",
+        "LONGTAKE_FAILPOINTS",
+        "LONGTAKE_FAULT_MINUTES",
+        "LONGTAKE_KERNELS",
+        "LONGTAKE_PUBLISHED_PORT",
+    }
+)
+"""Environment variables that are no setting of the server, but of commands, kernels, tests and containers."""
 
 
 class StartError(Exception):
@@ -41,6 +54,7 @@ class Settings(BaseSettings):
     ttl_s: int | None = Field(
         None,
         ge=60,
+        le=10 * 365 * 86400,
         description="Seconds without a chunk or pose after which a session goes; unset: never, with a URL 7 days.",
     )
     data_dir: Path = Field(default_factory=default_data_dir, description="Where the embedded store keeps its files.")
@@ -64,7 +78,7 @@ class Settings(BaseSettings):
         "prefer", description="Whether to go on where a replay on other hardware gave other bits, or to refuse."
     )
     lease_s: float = Field(
-        10.0, ge=0.5, description="Seconds without a sign of life after which others take a session over."
+        10.0, ge=0.5, le=3600, description="Seconds without a sign of life after which others take a session over."
     )
     replica_id: str = Field(
         "", pattern=r"^[\x21-\x7e]{0,64}$", description="Unique name of this server, the same after a restart."
@@ -79,3 +93,10 @@ class Settings(BaseSettings):
     threads: int = Field(
         0, ge=0, description="CPU threads of the model; 0: one a core. Part of the numerics fingerprint."
     )
+
+
+def unknown_variables(environment: Iterable[str]) -> list[str]:
+    """Names of `LONGTAKE_…` environment variables that nothing reads: most likely misspelt."""
+    prefix = "LONGTAKE_"
+    known = OTHER_VARIABLES | {f"{prefix}{name.upper()}" for name in Settings.model_fields}
+    return sorted(name for name in environment if name.upper().startswith(prefix) and name.upper() not in known)

@@ -33,9 +33,12 @@ class Bulk:
         self._connection.send_packed_command(packed, check_health=False)  # type: ignore[no-untyped-call]
 
     def receive(self) -> object:
-        """The next reply; one that is an error is raised."""
+        """The next reply; an error, or one of a transaction, is raised."""
         restart(self._timeout)
         reply: object = self._connection.read_response()
+        for part in reply if isinstance(reply, list) else ():
+            if isinstance(part, redis.RedisError):
+                raise part
         return reply
 
     def receive_into(self, buffer: memoryview) -> None:

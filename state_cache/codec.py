@@ -70,10 +70,10 @@ def unpack_file(file: File, blobs: Sequence[bytes]) -> bytes:
     return data
 
 
-def save_tensors(store: Store, session_id: str, tensors: Mapping[str, Tensor]) -> Arena:
-    """Put tensors into the store; they stay once a commit names the arena."""
+def save_tensors(store: Store, session_id: str, tensors: Mapping[str, Tensor], *, mend: bool = False) -> Arena:
+    """Put tensors into the store; they stay once a commit names the arena. `mend` as in `Store.put`."""
     refs, blobs = pack(tensors)
-    return Arena(refs, store.put(session_id, blobs))
+    return Arena(refs, store.put(session_id, blobs, mend=mend))
 
 
 def load_tensors(store: Store, session_id: str, arena: Arena, device: torch.device | str = "cpu") -> dict[str, Tensor]:
@@ -88,10 +88,12 @@ def save_file(store: Store, session_id: str, data: bytes) -> File:
     return File(len(data), store.put(session_id, pack_file(data)))
 
 
-def save_both(store: Store, session_id: str, tensors: Mapping[str, Tensor], data: bytes) -> tuple[Arena, File]:
-    """Put tensors and a byte string into the store in one call, which is faster than two."""
+def save_both(
+    store: Store, session_id: str, tensors: Mapping[str, Tensor], data: bytes, *, mend: bool = False
+) -> tuple[Arena, File]:
+    """Put tensors and a byte string into the store in one call, which is faster than two. `mend` as in `Store.put`."""
     refs, blobs = pack(tensors)
-    names = store.put(session_id, [*blobs, *pack_file(data)])
+    names = store.put(session_id, [*blobs, *pack_file(data)], mend=mend)
     return Arena(refs, names[: len(blobs)]), File(len(data), names[len(blobs) :])
 
 

@@ -35,9 +35,9 @@ class Directory:
             commands.append(("ZADD", self._expiries, "NX", expires, session.id))
         self._client.run_all(commands)
 
-    def remove(self, session: SessionRecord) -> None:
+    def remove(self, session_id: str, owner: str) -> None:
         """Forget a session."""
-        self._client.run_all([("ZREM", index, session.id) for index in (self._owned(session.owner), self._expiries)])
+        self._client.run_all([("ZREM", index, session_id) for index in (self._owned(owner), self._expiries)])
 
     def page(self, owner: str, after: Place | None, count: int) -> list[Place]:
         """At most `count` sessions of an owner, newest first, from behind a place on."""
@@ -113,8 +113,11 @@ def _ids(reply: object) -> list[str]:
 
 
 def _places(reply: object) -> list[Place]:
-    flat = cast("list[bytes]", reply)
-    return [Place(float(score), name.decode()) for name, score in zip(flat[::2], flat[1::2], strict=True)]
+    """Places out of names with scores: one after the other in RESP2, in pairs in RESP3."""
+    rows = cast("list[bytes | list[bytes | float]]", reply)
+    flat = [value for row in rows for value in (row if isinstance(row, list) else (row,))]
+    names = cast("list[bytes]", flat[::2])
+    return [Place(float(score), name.decode()) for name, score in zip(names, flat[1::2], strict=True)]
 
 
 def _pair(data: object) -> tuple[str, str]:

@@ -4,20 +4,21 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 
 import msgspec
 
 from longtake.state_cache.blobs import describe, names_in
 from longtake.state_cache.branches import branch_name, cut, spans, within
+from longtake.state_cache.codec import load_tensors
+from longtake.state_cache.digest import state_digest
 from longtake.state_cache.errors import (
+    BlobCorrupt,
+    BlobsMissing,
     ChunkNotFound,
-    Fenced,
     HeadConflict,
-    KeyReused,
     LeaseHeld,
-    RequestDone,
     SchemaError,
     SessionExists,
     SessionNotFound,
@@ -25,6 +26,7 @@ from longtake.state_cache.errors import (
 from longtake.state_cache.ids import lineage_of
 from longtake.state_cache.memory_blobs import MemoryBlobs
 from longtake.state_cache.memory_log import MemoryLog
+from longtake.state_cache.memory_sessions import Claim, Entry
 from longtake.state_cache.protocol import CLAIM_SECONDS, Collected, Commit, Place, Rewind, StoreStatus
 from longtake.state_cache.records import (
     Arena,
@@ -38,40 +40,10 @@ from longtake.state_cache.records import (
     RequestRecord,
     SessionRecord,
     decode,
+    decode_session,
     encode,
 )
 from longtake.state_cache.retention import Retention, Root, needed, next_horizon
-
-
-@dataclass
-class _Session:
-    """One session; records are kept encoded, so that nobody can change them through a reference."""
-
-    record: bytes
-    head: Head
-    ttl: float | None
-    expires: float | None = None
-    fence: Fence | None = None
-    holder: Holder | None = None
-    leased_until: float | None = None
-    requests: dict[str, bytes] = field(default_factory=dict)
-
-    def prolong(self, now: float) -> None:
-        if self.ttl is not None:
-            self.expires = now + self.ttl
-
-    def move(self, step: Commit | Rewind, head: Head, now: float) -> None:
-        self.head = head
-        if step.key is not None and step.request is not None:
-            self.requests[step.key] = encode(step.request)
-        self.prolong(now)
-
-
-@dataclass
-class _Claim:
-    fingerprint: str
-    session_id: str
-    expires: float | None
 
 
 class MemoryStore:
@@ -85,10 +57,10 @@ class MemoryStore:
         self._clock = clock
         self._epoch = time.time() - clock()
         self._lock = threading.RLock()
-        self._sessions: dict[str, _Session] = {}
+        self._sessions: dict[str, Entry] = {}
         self._log = MemoryLog()
         self._blobs = MemoryBlobs(clock)
-        self._claims: dict[str, _Claim] = {}
+        self._claims: dict[str, Claim] = {}
         self._litter: dict[str, None] = {}
 
     def create(self, session: SessionRecord, cursor: Cursor) -> None:
@@ -127,7 +99,9 @@ class MemoryStore:
     def renew(self, session_id: str, fence: Fence, lease_s: float) -> None:
         """See `Store.renew`."""
         with self._lock:
-            self._fenced_entry(session_id, fence).leased_until = self._clock() + lease_s
+            entry = self._fenced_entry(session_id, fence)
+            entry.leased_until = self._clock() + lease_s
+            entry.prolong(self._clock())
 
     def release(self, session_id: str, fence: Fence) -> None:
         """See `Store.release`."""
@@ -140,14 +114,14 @@ class MemoryStore:
             entry = self._entry(session_id)
             expires_at = None if entry.expires is None else self._epoch + entry.expires
             head = msgspec.structs.replace(entry.head, cursor=_copy(entry.head.cursor), expires_at=expires_at)
-            return decode(entry.record, SessionRecord), head, entry.fence
+            return decode_session(entry.record), head, entry.fence
 
     def commit(self, commit: Commit) -> None:
         """See `Store.commit`."""
         with self._lock:
             entry = self._entry(commit.session_id)
-            _check_request(entry, commit)
-            _check_head(entry, commit.fence, commit.expected_head, commit.revision)
+            entry.check_request(commit)
+            entry.check_head(commit.fence, commit.expected_head, commit.revision)
             self._name(commit.session_id, set(names_in(commit.chunk, commit.cursor.text)))
             if commit.chunk is not None:
                 self._log.write(branch_name(commit.session_id, commit.revision), commit.chunk)
@@ -158,8 +132,8 @@ class MemoryStore:
         """See `Store.rewind`."""
         with self._lock:
             entry, kept = self._entry(rewind.session_id), rewind.to_chunk
-            _check_request(entry, rewind)
-            _check_head(entry, rewind.fence, rewind.head.chunk, rewind.head.revision)
+            entry.check_request(rewind)
+            entry.check_head(rewind.fence, rewind.head.chunk, rewind.head.revision)
             if not entry.head.horizon - 1 <= kept <= entry.head.chunk:
                 raise HeadConflict(entry.head.chunk, entry.head.revision)
             self._name(rewind.session_id, set(names_in(arena=rewind.cursor.text)))
@@ -210,18 +184,18 @@ class MemoryStore:
         """See `Store.forks`."""
         with self._lock:
             self._entry(session_id)
-            there = [name for name in self._kin(lineage_of(session_id)) if not self._has_expired(name)]
-            parents = {name: decode(self._sessions[name].record, SessionRecord).parent for name in there}
+            kin = self._kin(lineage_of(session_id))
+            parents = {name: entry.parent for name, entry in kin.items() if not self._has_expired(name)}
             return {
                 name: parent.chunk for name, parent in parents.items() if parent and parent.session_id == session_id
             }
 
-    def put(self, session_id: str, data: Sequence[bytes | memoryview]) -> tuple[BlobRef, ...]:
+    def put(self, session_id: str, data: Sequence[bytes | memoryview], *, mend: bool = False) -> tuple[BlobRef, ...]:
         """See `Store.put`."""
         lineage = lineage_of(session_id)
         refs = tuple(describe(blob) for blob in data)
         with self._lock:
-            self._blobs.put(lineage, refs, data)
+            self._blobs.put(lineage, refs, data, mend=mend)
         return refs
 
     def get(self, session_id: str, refs: Sequence[BlobRef]) -> list[bytes]:
@@ -239,7 +213,7 @@ class MemoryStore:
         with self._lock:
             now = self._clock()
             self._claims = {key: claim for key, claim in self._claims.items() if not _is_over(claim.expires, now)}
-            bound = self._claims.setdefault(route_key, _Claim(fingerprint, session_id, now + CLAIM_SECONDS))
+            bound = self._claims.setdefault(route_key, Claim(fingerprint, session_id, now + CLAIM_SECONDS))
             if self._has_expired(bound.session_id):
                 self._drop(bound.session_id)
                 return self.claim(route_key, fingerprint, session_id)
@@ -253,10 +227,14 @@ class MemoryStore:
     def list(self, limit: int, after: Place | None = None, owner: str = "") -> list[Place]:
         """See `Store.list`."""
         with self._lock:
-            there = [entry.record for name, entry in self._sessions.items() if not self._has_expired(name)]
-            records = [decode(record, SessionRecord) for record in there]
-            places = [Place(record.created_at, record.id) for record in records if record.owner == owner]
+            there = [entry for name, entry in self._sessions.items() if not self._has_expired(name)]
+            places = [entry.place for entry in there if entry.owner == owner]
             return sorted((place for place in places if after is None or place < after), reverse=True)[:limit]
+
+    def owner(self, session_id: str) -> str:
+        """See `Store.owner`."""
+        with self._lock:
+            return self._entry(session_id).owner
 
     def delete(self, session_id: str) -> None:
         """See `Store.delete`."""
@@ -269,8 +247,11 @@ class MemoryStore:
         with self._lock:
             before = len(self._sessions)
             for session_id in [name for name in self._sessions if self._has_expired(name)][:limit]:
-                with suppress(SchemaError):
-                    self._drop(session_id)
+                try:
+                    decode_session(self._sessions[session_id].record)
+                except SchemaError:
+                    continue
+                self._drop(session_id)
             return before - len(self._sessions)
 
     def collect(self, lineage: str, retention: Retention) -> Collected:
@@ -278,9 +259,11 @@ class MemoryStore:
         with self._lock:
             self._litter.pop(lineage, None)
             kin, found = self._kin(lineage), self._log.snapshots_of(lineage)
-            roots = [Root(decode(entry.record, SessionRecord), entry.head) for entry in kin.values()]
+            roots = [Root(decode_session(entry.record), entry.head) for entry in kin.values()]
             for root, entry in zip(roots, kin.values(), strict=True):
-                entry.head = msgspec.structs.replace(root.head, horizon=next_horizon(root, found, retention))
+                is_sound = partial(self._is_sound, root.session.id)
+                horizon = next_horizon(root, found, retention, is_sound)
+                entry.head = msgspec.structs.replace(root.head, horizon=horizon)
             moved = [Root(root.session, entry.head) for root, entry in zip(roots, kin.values(), strict=True)]
             freed = self._log.sweep(lineage, needed(moved, found, retention))
             names = {name for root in moved for name in _names(root.session, root.head.cursor)}
@@ -303,26 +286,33 @@ class MemoryStore:
         if refusal is not None:
             raise refusal
         self._name(session.id, _names(session, head.cursor))
-        self._sessions[session.id] = entry = _Session(encode(session), head, session.ttl_s)
+        self._sessions[session.id] = entry = Entry.of(session, head)
         entry.prolong(self._clock())
-        if (claim := self._claim_of(session)) is not None:
+        if (claim := self._claim_of(entry)) is not None:
             claim.expires = None
 
-    def _entry(self, session_id: str) -> _Session:
+    def _entry(self, session_id: str) -> Entry:
         if (entry := self._sessions.get(session_id)) is None or self._has_expired(session_id):
             raise SessionNotFound("there is no such session")
         return entry
 
-    def _fenced_entry(self, session_id: str, fence: Fence) -> _Session:
+    def _fenced_entry(self, session_id: str, fence: Fence) -> Entry:
         entry = self._entry(session_id)
-        _check_fence(entry, fence)
+        entry.check_fence(fence)
         return entry
 
     def _has_expired(self, session_id: str) -> bool:
         entry = self._sessions.get(session_id)
         return entry is not None and _is_over(entry.expires, self._clock())
 
-    def _kin(self, lineage: str) -> dict[str, _Session]:
+    def _is_sound(self, session_id: str, index: int) -> bool:
+        try:
+            state = load_tensors(self, session_id, self.snapshots(session_id)[index])
+            return state_digest(state) == self.chunk(session_id, index).state_digest
+        except (BlobCorrupt, BlobsMissing, SchemaError):
+            return False
+
+    def _kin(self, lineage: str) -> dict[str, Entry]:
         return {name: entry for name, entry in self._sessions.items() if lineage_of(name) == lineage}
 
     def _name(self, session_id: str, names: set[str]) -> None:
@@ -331,15 +321,14 @@ class MemoryStore:
         self._blobs.keep(lineage, names)
 
     def _drop(self, session_id: str) -> None:
-        record = decode(self._sessions[session_id].record, SessionRecord)
-        if record.create_key is not None and self._claim_of(record) is not None:
-            del self._claims[record.create_key]
-        del self._sessions[session_id]
+        entry = self._sessions.pop(session_id)
+        if entry.create_key is not None and self._claim_of(entry) is not None:
+            del self._claims[entry.create_key]
         self._litter[lineage_of(session_id)] = None
 
-    def _claim_of(self, session: SessionRecord) -> _Claim | None:
-        claim = None if session.create_key is None else self._claims.get(session.create_key)
-        return claim if claim is not None and claim.session_id == session.id else None
+    def _claim_of(self, entry: Entry) -> Claim | None:
+        claim = None if entry.create_key is None else self._claims.get(entry.create_key)
+        return claim if claim is not None and claim.session_id == entry.place.session_id else None
 
 
 def _is_over(expires: float | None, now: float) -> bool:
@@ -352,24 +341,3 @@ def _copy(cursor: Cursor) -> Cursor:
 
 def _names(session: SessionRecord, cursor: Cursor) -> set[str]:
     return {*names_in(arena=session.conditions), *names_in(arena=cursor.text)}
-
-
-def _check_request(entry: _Session, step: Commit | Rewind) -> None:
-    if step.key is None or step.request is None or (data := entry.requests.get(step.key)) is None:
-        return
-    known = decode(data, RequestRecord)
-    if known.fingerprint != step.request.fingerprint:
-        raise KeyReused("the key belongs to another request")
-    if known.done:
-        raise RequestDone("the request of this key has finished")
-
-
-def _check_fence(entry: _Session, fence: Fence) -> None:
-    if entry.fence != fence:
-        raise Fenced("another server has taken the session over")
-
-
-def _check_head(entry: _Session, fence: Fence, chunk: int, revision: int) -> None:
-    _check_fence(entry, fence)
-    if (entry.head.chunk, entry.head.revision) != (chunk, revision):
-        raise HeadConflict(entry.head.chunk, entry.head.revision)

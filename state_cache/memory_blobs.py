@@ -27,15 +27,20 @@ class MemoryBlobs:
         self._clock = clock
         self.blobs: dict[tuple[str, str], Blob] = {}
 
-    def put(self, lineage: str, refs: Sequence[BlobRef], data: Sequence[bytes | memoryview]) -> None:
-        """Keep copies of these bytes for ten minutes at least."""
+    def put(
+        self, lineage: str, refs: Sequence[BlobRef], data: Sequence[bytes | memoryview], *, mend: bool = False
+    ) -> None:
+        """Keep copies of these bytes for ten minutes at least; with `mend`, also of those that are there already."""
         self._drop_orphans()
         expires = self._clock() + ORPHAN_SECONDS
         for ref, content in zip(refs, data, strict=True):
             blob = self.blobs.get((lineage, ref.name))
             if blob is None:
                 self.blobs[lineage, ref.name] = Blob(bytes(content), expires)
-            elif blob.expires is not None:
+                continue
+            if mend:
+                blob.data = bytes(content)
+            if blob.expires is not None:
                 blob.expires = expires
 
     def get(self, lineage: str, refs: Sequence[BlobRef]) -> list[bytes]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from longtake.state_cache.blobs import names_in
 from longtake.state_cache.ids import lineage_of
 from longtake.state_cache.protocol import Collected
-from longtake.state_cache.records import Arena, ChunkRecord, Span, decode, encode
+from longtake.state_cache.records import Arena, ChunkRecord, Span, decode, decode_chunk, encode
 from longtake.state_cache.retention import Needed
 
 
@@ -34,9 +34,9 @@ class MemoryLog:
         self.branches[branch].snapshots[index] = encode(snapshot)
 
     def records(self, path: Iterable[Span]) -> list[ChunkRecord]:
-        """Log records of a path, in order."""
-        found = [self._at(span).records.get(index) for span in path for index in range(span.start, span.stop)]
-        return [decode(data, ChunkRecord) for data in found if data is not None]
+        """Log records of a path, in order. Raises `SchemaError` where one is missing."""
+        places = ((self._at(span), index) for span in path for index in range(span.start, span.stop))
+        return [decode_chunk(branch.records.get(index), index) for branch, index in places]
 
     def snapshots(self, path: Iterable[Span]) -> dict[int, Arena]:
         """Snapshots of a path by their chunk, in order."""

@@ -10,8 +10,8 @@ local function milliseconds()
 end
 
 local function is_over()
-  local expires = redis.call('HGET', head, 'expires')
-  return expires and tonumber(expires) <= milliseconds()
+  local expires = tonumber(redis.call('HGET', head, 'expires') or '')
+  return expires and expires <= milliseconds()
 end
 
 local function is_there()

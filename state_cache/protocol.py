@@ -114,12 +114,16 @@ class StoreStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class Collected:
-    """What a garbage collection freed: log records dropped and expired, snapshots, blobs."""
+    """What a garbage collection freed: log records dropped and expired, snapshots, blobs.
+
+    `complete` is False when another one has begun meanwhile, which then has to free the rest.
+    """
 
     records: int = 0
     expired: int = 0
     snapshots: int = 0
     blobs: int = 0
+    complete: bool = True
 
 
 class Store(Protocol):
@@ -128,9 +132,9 @@ class Store(Protocol):
     Every call may raise `StoreUnavailable`; every write `StoreFull`; every call with the id of a session that is not
     there `SessionNotFound` (except `put`, `get` and `claim`); every read of a record `SchemaError`.
 
-    A session with a `ttl_s` expires that long after the last `create`, `fork`, `acquire`, `commit` or `rewind`, by the
-    store's clock. From then on it is not there, although its bytes stay until `sweep` (and its id can not be used again
-    before).
+    A session with a `ttl_s` expires that long after the last `create`, `fork`, `acquire`, `renew`, `commit` or
+    `rewind`, by the store's clock. From then on it is not there, although its bytes stay until `sweep` (and its id can
+    not be used again before).
     """
 
     def create(self, session: SessionRecord, cursor: Cursor) -> None:
@@ -185,7 +189,10 @@ class Store(Protocol):
         """One log record, which may be `expired`. Raises `ChunkNotFound`."""
 
     def chunks(self, session_id: str, start: int, stop: int) -> list[ChunkRecord]:
-        """Those of the log records start…stop-1 that exist, in order."""
+        """Those of the log records start…stop-1 that the session has come to, in order.
+
+        Raises `SchemaError` when one of them is damaged or not there.
+        """
 
     def request(self, session_id: str, key: str) -> RequestRecord | None:
         """Progress of the request with this idempotency key; None when the session never saw it."""
@@ -196,10 +203,11 @@ class Store(Protocol):
     def forks(self, session_id: str) -> dict[str, int]:
         """Sessions forked from this one that are there, each with the last chunk that both share."""
 
-    def put(self, session_id: str, data: Sequence[bytes | memoryview]) -> tuple[BlobRef, ...]:
+    def put(self, session_id: str, data: Sequence[bytes | memoryview], *, mend: bool = False) -> tuple[BlobRef, ...]:
         """Store blobs of at most 1 MiB for this lineage; those already there are not sent again.
 
-        A blob that no record names goes away after ten minutes. The buffers must not change during the call.
+        With `mend` these are written over in place, in case they were damaged; what keeps them stays as it is. A blob
+        that no record names goes away after ten minutes. The buffers must not change during the call.
         """
 
     def get(self, session_id: str, refs: Sequence[BlobRef]) -> list[bytes]:
@@ -223,8 +231,14 @@ class Store(Protocol):
     def list(self, limit: int, after: Place | None = None, owner: str = "") -> list[Place]:
         """An owner's sessions, newest first, at most `limit`, from behind `after` on, which need not be there."""
 
+    def owner(self, session_id: str) -> str:
+        """Whose session it is, "" where there are no keys; also of one that can not be read any more."""
+
     def delete(self, session_id: str) -> None:
-        """Drop a session and its claim. What no other session of its lineage needs goes with `collect`."""
+        """Drop a session and its claim. What no other session of its lineage needs goes with `collect`.
+
+        One that can not be read goes too; its claim may stay then.
+        """
 
     def sweep(self, limit: int = 100) -> int:
         """Drop at most `limit` expired sessions as `delete` would; returns how many this call dropped.

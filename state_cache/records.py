@@ -1,8 +1,9 @@
-"""What a session's log holds: msgpack records with a schema version. Tensors and video travel as blobs, never here."""
+"""What a session's log holds: msgpack records with a schema version, behind a checksum. Tensors and video are blobs."""
 
 from typing import TypeVar
 
 import msgspec
+import xxhash
 
 from longtake.state_cache.errors import SchemaError
 
@@ -156,6 +157,7 @@ class ChunkRecord(msgspec.Struct, frozen=True, kw_only=True):
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Progress of one keyed request: first chunk, chunks committed, frames used; once done, the answer's counters.
 
+    `cursor` is a hash of the cursor that the request left when it was cut: it goes on only where that still stands.
     `answer` is the whole body of an answer that can not be made again from the log.
     """
 
@@ -166,6 +168,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     done: bool
     revision: int
     pending_poses: int
+    cursor: str = ""
     answer: str = ""
     schema: int = SCHEMA
 
@@ -220,6 +223,8 @@ class Lease(msgspec.Struct, frozen=True):
     taken_over: bool
 
 
+_SUM = 8
+
 Record = TypeVar("Record", SessionRecord, Cursor, ChunkRecord, RequestRecord, Arena)
 
 
@@ -227,16 +232,47 @@ class _Versioned(msgspec.Struct, frozen=True):
     schema: int = SCHEMA
 
 
+def seal(body: bytes) -> bytes:
+    """Bytes with their checksum (xxh3-64, 8 bytes) in front."""
+    return xxhash.xxh3_64_digest(body) + body
+
+
+def unseal(data: bytes, what: str) -> bytes:
+    """The bytes behind their checksum. Raises `SchemaError` that `what` is damaged when they are others."""
+    body = data[_SUM:]
+    if xxhash.xxh3_64_digest(body) != data[:_SUM]:
+        raise SchemaError(f"{what} is damaged")
+    return body
+
+
 def encode(record: msgspec.Struct) -> bytes:
-    """A record as msgpack."""
-    return msgspec.msgpack.encode(record)
+    """A record as sealed msgpack; that of a request, which scripts read, goes without a checksum."""
+    body = msgspec.msgpack.encode(record)
+    return body if isinstance(record, RequestRecord) else seal(body)
 
 
 def decode(data: bytes, kind: type[Record]) -> Record:
     """The record back, strictly typed. Raises `SchemaError`."""
+    body = data if kind is RequestRecord else unseal(data, kind.__name__)
     try:
-        if (schema := msgspec.msgpack.decode(data, type=_Versioned).schema) != SCHEMA:
+        if (schema := msgspec.msgpack.decode(body, type=_Versioned).schema) != SCHEMA:
             raise SchemaError(f"{kind.__name__} has schema {schema}, this version reads {SCHEMA}")
-        return msgspec.msgpack.decode(data, type=kind)
+        return msgspec.msgpack.decode(body, type=kind)
     except (msgspec.DecodeError, RecursionError) as error:
         raise SchemaError(f"{kind.__name__} is damaged") from error
+
+
+def decode_session(data: bytes | None) -> SessionRecord:
+    """A session's record. Raises `SchemaError`, also when it is not there although the session is."""
+    if data is None:
+        raise SchemaError("SessionRecord is missing")
+    return decode(data, SessionRecord)
+
+
+def decode_chunk(data: bytes | None, index: int) -> ChunkRecord:
+    """The log record of a chunk that a session's path leads to. Raises `SchemaError`, also when it is not there."""
+    if data is None:
+        raise SchemaError(f"log record {index} is missing")
+    if (record := decode(data, ChunkRecord)).index != index:
+        raise SchemaError(f"log record {index} is that of chunk {record.index}")
+    return record

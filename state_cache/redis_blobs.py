@@ -1,6 +1,6 @@
 """Blobs in Redis or Valkey: plain values under their content's name, moved with the next window already under way."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import TypeVar, cast
 
@@ -14,10 +14,11 @@ from longtake.state_cache.records import BlobRef
 _SENT_UNSEEN = 1 << 18  # bytes that are sent without a look whether they are there: cheaper than a round trip
 _LOOK = 256  # names asked for at a time
 _TURN = 128  # blobs moved before others may have the connection
-_SEND_WINDOW = 8  # blobs sent before the replies to those before are read
-_RECEIVE_WINDOW = 2 * MAX_BLOB  # bytes asked for before those asked for earlier have arrived: servers buffer them
-_RECEIVE_COUNT = 64
+_FEW = 8  # blobs that travel as a command does
+_WINDOW = 2 * MAX_BLOB  # bytes under way besides those of the window before: servers buffer what is asked for
+_WINDOW_COUNT = 64
 
+Name = TypeVar("Name", str, BlobRef)
 Item = TypeVar("Item")
 Blob = tuple[str, memoryview]
 Place = tuple[BlobRef, memoryview]
@@ -29,18 +30,17 @@ class RedisBlobs:
     def __init__(self, client: Client) -> None:
         self._client = client
 
-    def put(self, prefix: str, data: Sequence[bytes | memoryview]) -> tuple[BlobRef, ...]:
+    def put(self, prefix: str, data: Sequence[bytes | memoryview], *, mend: bool = False) -> tuple[BlobRef, ...]:
         """See `Store.put`."""
         refs = tuple(describe(blob) for blob in data)
         blobs = {prefix + ref.name: memoryview(blob).cast("B") for ref, blob in zip(refs, data, strict=True)}
-        if sum(map(len, blobs.values())) > _SENT_UNSEEN:
+        if not mend and sum(map(len, blobs.values())) > _SENT_UNSEEN:
             for key in self._present(list(blobs)):
                 del blobs[key]
-        if len(blobs) > _SEND_WINDOW:
-            self._put_many(list(blobs.items()))
-        elif blobs:
-            self._client.run_all([*map(_prolong, blobs), *map(_set, blobs.items())])
-            failpoint("put.middle")
+        there = self._put(list(blobs.items()), _set)
+        if mend and there:
+            present = set(self._present([key for key, _ in there]))
+            self._put([blob for blob in there if blob[0] in present], _overwrite)
         return refs
 
     def get(self, prefix: str, refs: Sequence[BlobRef]) -> list[bytes]:
@@ -59,10 +59,18 @@ class RedisBlobs:
                 for ref, buffer in turn:
                     buffer[:] = self.get(prefix, [ref])[0]
 
-    def _put_many(self, blobs: Sequence[Blob]) -> None:
-        for turn in _parts(blobs, _TURN):
-            with self._client.bulk() as bulk:
-                _send(bulk, turn)
+    def _put(self, blobs: Sequence[Blob], command: Callable[[Blob], Sequence[Argument]]) -> Sequence[Blob]:
+        """Send blobs, a command each; returns those that it did not set."""
+        replies: list[object] = []
+        if len(blobs) > _FEW:
+            for turn in _parts(blobs, _TURN):
+                with self._client.bulk() as bulk:
+                    replies += _send(bulk, turn, command)
+        elif blobs:
+            answers = self._client.run_all([*(_prolong(key) for key, _ in blobs), *map(command, blobs)])
+            replies = answers[len(blobs) :]
+            failpoint("put.middle")
+        return [blob for blob, reply in zip(blobs, replies, strict=True) if reply is None]
 
     def _present(self, keys: Sequence[str]) -> Sequence[str]:
         present = []
@@ -82,19 +90,28 @@ def _set(blob: Blob) -> Sequence[Argument]:
     return "SET", *blob, "NX", "PX", ORPHAN_SECONDS * 1000
 
 
-def _send(bulk: Bulk, blobs: Sequence[Blob]) -> None:
+def _overwrite(blob: Blob) -> Sequence[Argument]:
+    # XX: one that has gone meanwhile must not come back for ever
+    return "SET", *blob, "XX", "KEEPTTL"
+
+
+def _send(bulk: Bulk, blobs: Sequence[Blob], command: Callable[[Blob], Sequence[Argument]]) -> Sequence[object]:
+    """Send blobs, a command each; returns the replies to these."""
+    replies: list[object] = []
     under_way = 0
-    for window in _parts(blobs, _SEND_WINDOW):
-        bulk.send(map(_set, window))
-        _drain(bulk, under_way)
-        under_way = len(window)
+    for window in _windows(blobs):
+        # together, for the sake of servers that sync after every command
+        bulk.send([("MULTI",), *map(command, window), ("EXEC",)])
+        replies += _drain(bulk, under_way)
+        under_way = len(window) + 2
         failpoint("put.middle")
-    _drain(bulk, under_way)
+    return [*replies, *_drain(bulk, under_way)]
 
 
-def _drain(bulk: Bulk, replies: int) -> None:
-    for _ in range(replies):
-        bulk.receive()
+def _drain(bulk: Bulk, replies: int) -> Sequence[object]:
+    """Receive what answers a transaction; returns its last reply, which holds those to its commands."""
+    received = [bulk.receive() for _ in range(replies)]
+    return cast("list[object]", received[-1]) if received else []
 
 
 def _receive(bulk: Bulk, prefix: str, places: Sequence[Place]) -> None:
@@ -116,14 +133,14 @@ def _parts(items: Sequence[Item], count: int) -> Iterator[Sequence[Item]]:
     return (items[start : start + count] for start in range(0, len(items), count))
 
 
-def _windows(places: Iterable[Place]) -> Iterator[Sequence[Place]]:
-    window: list[Place] = []
+def _windows(items: Iterable[tuple[Name, memoryview]]) -> Iterator[Sequence[tuple[Name, memoryview]]]:
+    window: list[tuple[Name, memoryview]] = []
     size = 0
-    for place in places:
-        if window and (size + len(place[1]) > _RECEIVE_WINDOW or len(window) == _RECEIVE_COUNT):
+    for item in items:
+        if window and (size + len(item[1]) > _WINDOW or len(window) == _WINDOW_COUNT):
             yield window
             window, size = [], 0
-        window.append(place)
-        size += len(place[1])
+        window.append(item)
+        size += len(item[1])
     if window:
         yield window

@@ -4,7 +4,7 @@ The epoch of a lineage goes up when a marking begins. Steps that name a blob not
 the marking began is left alone, however long it takes.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar, cast
 
@@ -14,7 +14,7 @@ from longtake.state_cache.client import Client
 from longtake.state_cache.errors import SessionNotFound
 from longtake.state_cache.failpoints import failpoint
 from longtake.state_cache.protocol import Collected
-from longtake.state_cache.records import Arena, ChunkRecord, SessionRecord, decode, encode
+from longtake.state_cache.records import Arena, ChunkRecord, decode, decode_session, encode
 from longtake.state_cache.redis_heads import read_head
 from longtake.state_cache.retention import Needed, Retention, Root, needed, next_horizon
 from longtake.state_cache.scripts import Keys, SessionScript
@@ -22,6 +22,10 @@ from longtake.state_cache.scripts import Keys, SessionScript
 T = TypeVar("T")
 
 _BATCH = 256  # records or blobs a round trip
+
+
+IsSound = Callable[[str, int, Arena], bool]
+"""Whether a session's snapshot after a chunk is that chunk's state, every byte of it."""
 
 
 @dataclass(frozen=True)
@@ -35,15 +39,17 @@ class _Lineage:
 
 
 class Collector:
-    """Collects lineages, one at a time. See `Store.collect`."""
+    """Collects lineages. See `Store.collect`."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, is_sound: IsSound) -> None:
         self._client = client
+        self._is_sound = is_sound
         self._roots = SessionScript(client, "roots")
         self._horizon = SessionScript(client, "horizon")
         self._drop = SessionScript(client, "drop")
         self._expire = SessionScript(client, "expire")
         self._free = SessionScript(client, "free")
+        self._retire = SessionScript(client, "retire")
         self._vacate = SessionScript(client, "vacate")
 
     def collect(self, keys: Keys, retention: Retention) -> Collected:
@@ -61,14 +67,15 @@ class Collector:
         freed = replace(freed, blobs=self._free_blobs(keys, lineage.epoch, names))
         if not lineage.roots:
             self._vacate(keys)
-        return freed
+        last = cast("bytes | None", self._client.run("GET", keys.epoch))
+        return replace(freed, complete=last is None or int(last) == lineage.epoch)
 
     def _capture(self, keys: Keys) -> _Lineage:
         epoch, branches, found = cast("tuple[int, list[bytes], list[list[bytes | None]]]", self._roots(keys))
         roots = []
         for _, record, *fields in found:
             head = read_head([*fields, None, None, None, None])
-            roots.append(Root(decode(cast("bytes", record), SessionRecord), head))
+            roots.append(Root(decode_session(record), head))
         names = [branch.decode() for branch in branches]
         replies = self._client.run_all([("HGETALL", keys.snapshots(branch)) for branch in names])
         snapshots = {
@@ -78,7 +85,12 @@ class Collector:
         return _Lineage(epoch, names, roots, snapshots)
 
     def _moves_horizon(self, keys: Keys, lineage: _Lineage, root: Root, retention: Retention) -> bool:
-        horizon = next_horizon(root, lineage.snapshots, retention)
+        def is_sound(index: int) -> bool:
+            branch = branch_of(root.path, index)
+            assert branch is not None
+            return self._is_sound(root.session.id, index, decode(lineage.snapshots[branch][index], Arena))
+
+        horizon = next_horizon(root, lineage.snapshots, retention, is_sound)
         if horizon == root.head.horizon:
             return False
         own = Keys(keys.prefix, keys.lineage, root.session.id)
@@ -111,7 +123,7 @@ class Collector:
         dead = [index for index in indices if not marked.has_record(branch, index)]
         self._client.run_all([("HDEL", keys.chunks(branch), *batch) for batch in _batches(dead)])
         if len(dead) == len(indices) and not marked.ranges.get(branch):
-            self._client.run("SREM", keys.branches, branch)
+            self._retire(keys, branch)
         expired = 0
         for record in self._records(keys, branch, [index for index in indices if marked.has_record(branch, index)]):
             if not record.expired and not marked.has_whole(branch, record.index):

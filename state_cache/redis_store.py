@@ -1,16 +1,24 @@
 """Sessions in Redis or Valkey: blobs go up first as plain values, then one script makes the step."""
 
+import logging
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
-
-import msgspec
 
 from longtake.state_cache.blobs import names_in
 from longtake.state_cache.branches import branch_name, cut, spans, within
 from longtake.state_cache.client import Argument, Client, milliseconds
+from longtake.state_cache.codec import load_tensors
+from longtake.state_cache.digest import state_digest
 from longtake.state_cache.directory import Directory
-from longtake.state_cache.errors import BlobsMissing, ChunkNotFound, HeadConflict, SchemaError, SessionNotFound
+from longtake.state_cache.errors import (
+    BlobCorrupt,
+    BlobsMissing,
+    ChunkNotFound,
+    HeadConflict,
+    SchemaError,
+    SessionNotFound,
+)
 from longtake.state_cache.failpoints import failpoint
 from longtake.state_cache.ids import lineage_of
 from longtake.state_cache.protocol import Collected, Commit, Place, Rewind, StoreStatus
@@ -23,19 +31,34 @@ from longtake.state_cache.records import (
     Head,
     Holder,
     Lease,
-    Parent,
     RequestRecord,
     SessionRecord,
     Span,
     decode,
+    decode_chunk,
+    decode_session,
     encode,
 )
 from longtake.state_cache.redis_blobs import RedisBlobs
 from longtake.state_cache.redis_collect import Collector
-from longtake.state_cache.redis_heads import FIELDS, read_fence, read_head
+from longtake.state_cache.redis_heads import (
+    FIELDS,
+    STANDING,
+    encode_parent,
+    encode_path,
+    encode_rewinds,
+    is_over,
+    is_there,
+    read_expiry,
+    read_fence,
+    read_head,
+    read_parents,
+)
 from longtake.state_cache.redis_status import check
 from longtake.state_cache.retention import Retention
 from longtake.state_cache.scripts import Keys, SessionScript
+
+log = logging.getLogger(__name__)
 
 _UNREADABLE_MS = 3_600_000  # until a sweep looks again at a session that it can not read
 _NO_FENCE = Fence(0, "")
@@ -56,7 +79,7 @@ class RedisStore:
         self._prefix = prefix
         self._directory = Directory(self._client, prefix)
         self._blobs = RedisBlobs(self._client)
-        self._collector = Collector(self._client)
+        self._collector = Collector(self._client, self._is_sound)
         self._create = SessionScript(self._client, "create")
         self._fork = SessionScript(self._client, "fork")
         self._acquire = SessionScript(self._client, "acquire")
@@ -74,7 +97,7 @@ class RedisStore:
         try:
             self._create(self._keys(session.id), *arguments)
         except BlobsMissing:
-            self._directory.remove(session)
+            self._directory.remove(session.id, session.owner)
             raise
         self._directory.keep_claim(session)
 
@@ -91,12 +114,12 @@ class RedisStore:
                 encode_path(path),
                 child.parent.chunk,
                 source.revision,
-                msgspec.msgpack.encode(child.parent),
+                encode_parent(child.parent),
                 *_names(child, cursor),
                 more=(parent.session, parent.head),
             )
         except (BlobsMissing, HeadConflict, SessionNotFound):
-            self._directory.remove(child)
+            self._directory.remove(child.id, child.owner)
             raise
         self._directory.keep_claim(child)
 
@@ -131,7 +154,7 @@ class RedisStore:
         keys = self._keys(session_id)
         session, fields = self._of_session(session_id, ("GET", keys.session), ("HMGET", keys.head, *FIELDS))
         found = cast("list[bytes | None]", fields)
-        return decode(cast("bytes", session), SessionRecord), read_head(found), read_fence(found)
+        return decode_session(cast("bytes | None", session)), read_head(found), read_fence(found)
 
     def commit(self, commit: Commit) -> None:
         """See `Store.commit`."""
@@ -163,10 +186,12 @@ class RedisStore:
             rewind.to_chunk,
             encode(rewind.cursor),
             encode_path(cut(spans(rewind.session_id, rewind.head), rewind.to_chunk + 1)),
-            msgspec.msgpack.encode((*rewind.head.rewinds, rewind.to_chunk)),
+            encode_rewinds((*rewind.head.rewinds, rewind.to_chunk)),
             *_request(rewind.key, rewind.request),
             *names_in(arena=rewind.cursor.text),
         )
+        # and once more: a collection in between would have taken the note for done
+        self._directory.litter(lineage_of(rewind.session_id))
 
     def attach(self, session_id: str, fence: Fence, revision: int, index: int, snapshot: Arena) -> None:
         """See `Store.attach`."""
@@ -189,11 +214,15 @@ class RedisStore:
 
     def chunks(self, session_id: str, start: int, stop: int) -> list[ChunkRecord]:
         """See `Store.chunks`."""
-        keys = self._keys(session_id)
-        path = within(self._path(session_id), max(start, 0), stop)
-        commands = [("HMGET", keys.chunks(span.branch), *range(span.start, span.stop)) for span in path]
-        replies = cast("list[list[bytes | None]]", self._client.run_all(commands) if commands else [])
-        return [decode(data, ChunkRecord) for reply in replies for data in reply if data is not None]
+        path = within(self._path(session_id), start, stop)
+        while True:
+            try:
+                return list(self._records(self._keys(session_id), path))
+            except SchemaError:
+                # unless a rewind has led away from them since, and a collection followed
+                if (present := within(self._path(session_id), start, stop)) == path:
+                    raise
+                path = present
 
     def request(self, session_id: str, key: str) -> RequestRecord | None:
         """See `Store.request`."""
@@ -212,14 +241,13 @@ class RedisStore:
     def forks(self, session_id: str) -> dict[str, int]:
         """See `Store.forks`."""
         (reply,) = self._of_session(session_id, ("HGETALL", self._keys(session_id).family))
-        family = cast("Mapping[bytes, bytes]", reply)
-        parents = {child.decode(): msgspec.msgpack.decode(data, type=Parent) for child, data in family.items() if data}
+        parents = read_parents(cast("Mapping[bytes, bytes]", reply))
         children = [child for child, parent in parents.items() if parent.session_id == session_id]
         return {child: parents[child].chunk for child in self._those_there(children)}
 
-    def put(self, session_id: str, data: Sequence[bytes | memoryview]) -> tuple[BlobRef, ...]:
+    def put(self, session_id: str, data: Sequence[bytes | memoryview], *, mend: bool = False) -> tuple[BlobRef, ...]:
         """See `Store.put`."""
-        return self._blobs.put(self._keys(session_id).blobs, data)
+        return self._blobs.put(self._keys(session_id).blobs, data, mend=mend)
 
     def get(self, session_id: str, refs: Sequence[BlobRef]) -> list[bytes]:
         """See `Store.get`."""
@@ -245,9 +273,20 @@ class RedisStore:
             after = page[-1]
         return found[:limit]
 
+    def owner(self, session_id: str) -> str:
+        """See `Store.owner`."""
+        if (owner := self._those_there([session_id]).get(session_id)) is None:
+            raise SessionNotFound("there is no such session")
+        return owner
+
     def delete(self, session_id: str) -> None:
         """See `Store.delete`."""
-        if not self._drop(self.read(session_id)[0], when_over=False):
+        owner, session = self.owner(session_id), None
+        try:
+            session = decode_session(cast("bytes | None", self._client.run("GET", self._keys(session_id).session)))
+        except SchemaError as error:
+            log.warning("a session goes that can not be read, without its claim: %s", error)
+        if not self._drop(session_id, owner, session, when_over=False):
             raise SessionNotFound("there is no such session")
 
     def sweep(self, limit: int = 100) -> int:
@@ -259,7 +298,7 @@ class RedisStore:
         """See `Store.collect`."""
         mark = self._directory.litter_mark(lineage)
         collected = self._collector.collect(Keys(self._prefix, lineage), retention)
-        if mark is not None:
+        if mark is not None and collected.complete:
             self._directory.tidied(lineage, mark)
         return collected
 
@@ -285,7 +324,7 @@ class RedisStore:
     def _of_session(self, session_id: str, *commands: Sequence[Argument]) -> Sequence[object]:
         # whether it is there comes last: then it was there for all of them
         *replies, head, time = self._client.run_all([*commands, self._standing(session_id), ("TIME",)])
-        if not _is_there(head, time):
+        if not is_there(head, time):
             raise SessionNotFound("there is no such session")
         return replies
 
@@ -293,44 +332,55 @@ class RedisStore:
         """Those of the sessions that are there, with their owners."""
         *heads, time = self._client.run_all([*map(self._standing, ids), ("TIME",)])
         found = zip(ids, cast("list[list[bytes | None]]", heads), strict=True)
-        return {name: (head[2] or b"").decode() for name, head in found if _is_there(head, time)}
+        return {name: (head[2] or b"").decode(errors="replace") for name, head in found if is_there(head, time)}
 
     def _standing(self, session_id: str) -> Sequence[Argument]:
-        return "HMGET", self._keys(session_id).head, "chunk", "expires", "owner"
+        return "HMGET", self._keys(session_id).head, *STANDING
 
-    def _drop(self, session: SessionRecord, *, when_over: bool) -> bool:
-        """Drop a session, its claim and its listing; whether this call did."""
-        self._directory.litter(lineage_of(session.id))
-        self._directory.drop_claim(session)
-        (dropped,) = self._delete(self._keys(session.id), int(when_over))
+    def _records(self, keys: Keys, path: Sequence[Span]) -> Iterator[ChunkRecord]:
+        commands = [("HMGET", keys.chunks(span.branch), *range(span.start, span.stop)) for span in path]
+        replies = cast("list[list[bytes | None]]", self._client.run_all(commands) if commands else [])
+        indices = (index for span in path for index in range(span.start, span.stop))
+        found = (data for reply in replies for data in reply)
+        return map(decode_chunk, found, indices)
+
+    def _drop(self, session_id: str, owner: str, session: SessionRecord | None, *, when_over: bool) -> bool:
+        """Drop a session, its listing, and its claim if its record says which; whether this call did."""
+        self._directory.litter(lineage_of(session_id))
+        if session is not None:
+            self._directory.drop_claim(session)
+        (dropped,) = self._delete(self._keys(session_id), int(when_over))
         if dropped:
-            self._directory.remove(session)
+            self._directory.litter(lineage_of(session_id))
+            self._directory.remove(session_id, owner)
         return bool(dropped)
+
+    def _is_sound(self, session_id: str, index: int, snapshot: Arena) -> bool:
+        try:
+            state = load_tensors(self, session_id, snapshot)
+            return state_digest(state) == self.chunk(session_id, index).state_digest
+        except (BlobCorrupt, BlobsMissing, ChunkNotFound, SchemaError, SessionNotFound):
+            return False
 
     def _drop_expired(self, session_id: str) -> bool:
         """Drop a session if its time is up; whether this call did."""
         keys = self._keys(session_id)
         commands = [("GET", keys.session), ("HGET", keys.head, "expires"), ("TIME",)]
         data, expires, time = cast("list[bytes | None]", self._client.run_all(commands))
-        if data is None or not _is_over(expires, time):
+        if not is_over(expires, time):
             return False
-        return self._drop(decode(data, SessionRecord), when_over=True)
+        session = decode_session(data)
+        return self._drop(session_id, session.owner, session, when_over=True)
 
     def _drop_or_postpone(self, session_id: str, now: int) -> bool:
         try:
             if self._drop_expired(session_id):
                 return True
+            expires = cast("bytes | None", self._client.run("HGET", self._keys(session_id).head, "expires"))
+            self._directory.postpone(session_id, None if expires is None else read_expiry(expires))
         except SchemaError:
             self._directory.postpone(session_id, now + _UNREADABLE_MS)
-            return False
-        expires = cast("bytes | None", self._client.run("HGET", self._keys(session_id).head, "expires"))
-        self._directory.postpone(session_id, None if expires is None else float(expires))
         return False
-
-
-def encode_path(path: Sequence[Span]) -> bytes:
-    """A path as the head keeps it."""
-    return msgspec.msgpack.encode(path)
 
 
 def _beginning(session: SessionRecord, cursor: Cursor) -> tuple[Argument, ...]:
@@ -343,12 +393,3 @@ def _names(session: SessionRecord, cursor: Cursor) -> Sequence[str]:
 
 def _request(key: str | None, request: RequestRecord | None) -> tuple[Argument, ...]:
     return (key, request.fingerprint, encode(request)) if key is not None and request is not None else ("", "", b"")
-
-
-def _is_there(head: object, time: object) -> bool:
-    chunk, expires, _ = cast("list[bytes | None]", head)
-    return chunk is not None and not _is_over(expires, time)
-
-
-def _is_over(expires: bytes | None, time: object) -> bool:
-    return expires is not None and float(expires) <= milliseconds(time)

@@ -5,7 +5,7 @@ blob when a needed record, a needed snapshot, a session or its cursor names it.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from longtake.state_cache.branches import branch_of, spans
@@ -101,9 +101,15 @@ def kept_snapshots(indices: Sequence[int], horizon: int, retention: Retention) -
     return sorted(kept)
 
 
-def next_horizon(root: Root, snapshots: Snapshots, retention: Retention) -> int:
-    """First chunk that has to stay whole: right behind the newest snapshot that leaves enough chunks after it."""
+def next_horizon(
+    root: Root, snapshots: Snapshots, retention: Retention, is_sound: Callable[[int], bool] = lambda _: True
+) -> int:
+    """First chunk that has to stay whole: right behind the newest snapshot that leaves enough chunks after it.
+
+    Nothing before it can be replayed any more, so the snapshot has to be `is_sound`: asked newest first.
+    """
     if retention.chunks is None:
         return root.head.horizon
-    enough = [i + 1 for i in root.snapshots(snapshots) if root.head.chunk - i >= retention.chunks]
-    return max([root.head.horizon, *enough])
+    enough = (i for i in reversed(root.snapshots(snapshots)) if root.head.chunk - i >= retention.chunks)
+    better = (i + 1 for i in enough if i + 1 > root.head.horizon)
+    return next((horizon for horizon in better if is_sound(horizon - 1)), root.head.horizon)

@@ -3,7 +3,7 @@ local found = {}
 local now = redis.call('INCR', epoch)
 for _, id in ipairs(redis.call('HKEYS', family)) do
   local record = redis.call('GET', base .. 's:' .. id)
-  if record then
+  if record or redis.call('EXISTS', base .. 'h:' .. id) == 1 then
     local fields = redis.call('HMGET', base .. 'h:' .. id, 'chunk', 'revision', 'cursor', 'base', 'path', 'horizon')
     found[#found + 1] = {id, record, unpack(fields)}
   end

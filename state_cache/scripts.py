@@ -18,7 +18,7 @@ from longtake.state_cache.errors import (
     StoreError,
 )
 
-_FREEING = ("delete", "drop", "expire", "free", "lease", "roots", "vacate")
+_FREEING = ("delete", "drop", "expire", "free", "lease", "retire", "roots", "vacate")
 _UNCLAIM = """#!lua flags=allow-oom
 if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end
 return 0
@@ -84,6 +84,11 @@ class Keys:
         return f"{self.base}l"
 
     @property
+    def epoch(self) -> str:
+        """The number of markings that have begun."""
+        return f"{self.base}e"
+
+    @property
     def named(self) -> str:
         """The sorted set of committed blobs with the epoch in which each was last named."""
         return f"{self.base}z"
@@ -114,7 +119,7 @@ class Keys:
             self.head,
             self.requests,
             self.family,
-            f"{self.base}e",
+            self.epoch,
             self.named,
             self.branches,
         ]

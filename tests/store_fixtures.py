@@ -38,6 +38,7 @@ from longtake.state_cache import (
     packaged_binary,
     save_file,
     save_tensors,
+    state_digest,
 )
 from longtake.state_cache.records import Controller
 
@@ -148,16 +149,21 @@ def make_chunk(
         segment=save_file(store, session_id, b"segment %d" % seed) if seed >= 0 else File(0, ()),
         init_size=3,
         frames_digest=f"sha256:frames {seed}",
-        state_digest=f"sha256:state {seed}",
+        state_digest=state_digest(state_of(float(seed))),
         timings_ms={"denoise": 1.5},
         warnings=[],
         created_at=1.0,
     )
 
 
+def state_of(value: float) -> dict[str, torch.Tensor]:
+    """A full state of one tensor; that of a chunk has its seed as value."""
+    return {"blocks.0.kv": torch.full((2, 3), value)}
+
+
 def make_snapshot(store: Store, session_id: str, value: float) -> Arena:
     """A full state of one tensor."""
-    return save_tensors(store, session_id, {"blocks.0.kv": torch.full((2, 3), value)})
+    return save_tensors(store, session_id, state_of(value))
 
 
 def take(store: Store, session_id: str) -> Fence:

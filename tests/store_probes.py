@@ -26,6 +26,8 @@ class Probe(Protocol):
     def set_claim_lifetime(self, route_key: str, seconds: float) -> None: ...
     def overwrite(self, session_id: str, ref: BlobRef, data: bytes) -> None: ...
     def overwrite_session(self, session_id: str, data: bytes) -> None: ...
+    def record(self, session_id: str, index: int) -> bytes: ...
+    def overwrite_record(self, session_id: str, index: int, data: bytes | None) -> None: ...
 
 
 class MemoryProbe:
@@ -67,6 +69,15 @@ class MemoryProbe:
 
     def overwrite_session(self, session_id: str, data: bytes) -> None:
         self.store._sessions[session_id].record = data
+
+    def record(self, session_id: str, index: int) -> bytes:
+        return self.store._log.branches[f"{session_id}:0"].records[index]
+
+    def overwrite_record(self, session_id: str, index: int, data: bytes | None) -> None:
+        records = self.store._log.branches[f"{session_id}:0"].records
+        records.update({} if data is None else {index: data})
+        if data is None:
+            del records[index]
 
     @property
     def _blobs(self) -> dict[tuple[str, str], Blob]:
@@ -123,6 +134,9 @@ class RedisProbe:
     def set_claim_lifetime(self, route_key: str, seconds: float) -> None:
         assert self.raw.pexpire(self.store._directory._claim_key(route_key), int(seconds * 1000))
 
+    def session(self, session_id: str) -> str:
+        return f"{self.prefix}:{{{session_id[4:17]}}}:s:{session_id}"
+
     def head(self, session_id: str) -> str:
         return f"{self.prefix}:{{{session_id[4:17]}}}:h:{session_id}"
 
@@ -130,7 +144,20 @@ class RedisProbe:
         self.raw.set(self._blob(session_id, ref), data, keepttl=True)
 
     def overwrite_session(self, session_id: str, data: bytes) -> None:
-        self.raw.set(f"{self.prefix}:{{{session_id[4:17]}}}:s:{session_id}", data)
+        self.raw.set(self.session(session_id), data)
+
+    def record(self, session_id: str, index: int) -> bytes:
+        found = self.raw.hget(self._chunks(session_id), str(index))
+        assert isinstance(found, bytes)
+        return found
+
+    def overwrite_record(self, session_id: str, index: int, data: bytes | None) -> None:
+        """A log record of the session's first branch; None takes it away."""
+        key, field = self._chunks(session_id), str(index)
+        assert (self.raw.hdel(key, field) == 1) if data is None else (self.raw.hset(key, field, data) == 0)
+
+    def _chunks(self, session_id: str) -> str:
+        return f"{self.prefix}:{{{session_id[4:17]}}}:c:{session_id}:0"
 
     def _blob(self, session_id: str, ref: BlobRef) -> str:
         return f"{self.prefix}:{{{session_id[4:17]}}}:b:{ref.name}"

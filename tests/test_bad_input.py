@@ -171,6 +171,7 @@ ADDRESSES: dict[str, tuple[str, str, int, str]] = {
     "other method": ("PUT", "/v1/sessions", 405, "method_not_allowed"),
     "limit of nothing": ("GET", "/v1/sessions?limit=0", 422, "invalid_request"),
     "malformed after": ("GET", "/v1/sessions?after=secret", 404, "session_not_found"),
+    "after that is no place": ("GET", f"/v1/sessions?after={UNKNOWN[13:]}-7ff8{'0' * 12}", 404, "session_not_found"),
     "unknown after": ("GET", f"/v1/sessions?after={UNKNOWN[13:]}", 404, "session_not_found"),
 }
 

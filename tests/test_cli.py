@@ -1,6 +1,7 @@
 """The command line, run as a user runs it: processes, files and videos."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from server_fixtures import path, picture
 
 from longtake.server.private import private_server
+from longtake.server.settings import unknown_variables
 
 
 def longtake(*arguments: str, cwd: Path, fails: bool = False) -> str:
@@ -21,6 +23,16 @@ def longtake(*arguments: str, cwd: Path, fails: bool = False) -> str:
     assert (done.returncode != 0) == fails, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     return done.stdout
+
+
+def beside(*arguments: str, cwd: Path, **environment: str) -> tuple[str, str]:
+    """Run a command that goes well; returns what it printed, and what beside it on standard error."""
+    command = [sys.executable, "-m", "longtake.server", *arguments]
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("LONGTAKE_")}
+    done = subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, check=True, timeout=120, env=inherited | environment
+    )
+    return done.stdout, done.stderr
 
 
 def frames(video: Path) -> int:
@@ -126,6 +138,62 @@ def test_mistakes_get_one_clear_line(tmp_path: Path, url: str, arguments: list[s
     assert expected in said
     assert said.count("\n") == 1
     assert not list(tmp_path.glob("*.mp4"))
+
+
+def test_a_listing_of_nothing_says_where_it_looked(tmp_path: Path, url: str) -> None:
+    said, told = beside("sessions", "ls", "--data-dir", "empty", cwd=tmp_path)
+    assert said == ""
+    assert told == "no sessions in empty; LONGTAKE_API_KEY is unset, so those that belong to a key are not shown\n"
+    said, told = beside("sessions", "ls", "--server", url, cwd=tmp_path, LONGTAKE_API_KEY="mine")
+    assert said == ""
+    assert told.startswith(f"no sessions at {url} of the key in LONGTAKE_API_KEY")
+
+
+def test_a_private_server_shows_the_sessions_of_the_key(tmp_path: Path) -> None:
+    (tmp_path / "first.png").write_bytes(picture())
+    begin = ("generate", "first.png", "--actions", "w-3", "--data-dir", "data")
+    said, _ = beside(*begin, cwd=tmp_path, LONGTAKE_API_KEY="mine")
+    session = re.findall(r"session (ses_\w+)", said)[0]
+    listing = ("sessions", "ls", "--data-dir", "data")
+    assert session in beside(*listing, cwd=tmp_path, LONGTAKE_API_KEY="mine")[0]
+    for other in ({}, {"LONGTAKE_API_KEY": "another"}):
+        said, told = beside(*listing, cwd=tmp_path, **other)
+        assert (said, told[:11]) == ("", "no sessions")
+
+
+def test_the_session_that_is_not_there_is_named(tmp_path: Path, url: str) -> None:
+    gone = "ses_" + "b" * 39
+    for command in (["rm"], ["show"], ["video"], ["fork", "--from-chunk", "0"], ["rewind", "--to-chunk", "0"]):
+        said = longtake("sessions", *command, gone, "--server", url, cwd=tmp_path, fails=True)
+        assert said == f"error: there is no such session: {gone} [session_not_found]\n"
+
+
+def test_serving_warns_of_variables_that_nothing_reads(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "longtake.server", "serve", "--port", "0", "--data-dir", "data"]
+    set_here = {"LONGTAKE_RETAIN_CHUNK": "9", "LONGTAKE_API_KEY": "k", "LONGTAKE_HOST_STATE_BYTES": "9"}
+    with subprocess.Popen(
+        [*command, "--while-stdin-open"],
+        cwd=tmp_path,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | set_here,
+    ) as server:
+        _, told = server.communicate(timeout=120)  # its standard input ends
+    warned = re.findall(r"WARNING \S+: (LONGTAKE_\w+) is no setting", told)
+    assert warned == ["LONGTAKE_RETAIN_CHUNK"]
+
+
+def test_every_variable_that_the_code_reads_is_known() -> None:
+    root = Path(__file__).parents[1]
+    files = [
+        file for folder in ("server", "state_cache", "kernels", "client") for file in (root / folder).rglob("*.py")
+    ]
+    named = {name for file in files for name in re.findall(r"LONGTAKE_[A-Z_]*[A-Z]", file.read_text())}
+    assert "LONGTAKE_KERNELS" in named
+    assert unknown_variables(named) == []
+    assert unknown_variables(["LONGTAKE_HOTS", "longtake_port", "LONGTAKE_", "PATH"]) == ["LONGTAKE_", "LONGTAKE_HOTS"]
 
 
 def test_a_second_server_on_the_same_data_names_the_first(tmp_path: Path) -> None:

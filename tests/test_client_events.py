@@ -22,8 +22,8 @@ def greeting(position: str) -> str:
 
 def chunk(index: int, revision: int = 0) -> str:
     made = Chunk(
-        index=index, kind="generate", frame_start=1, frame_count=24, frames_digest="f", state_digest="s",
-        timings_ms={}, expired=False, links={}, warnings=["a\u2028b"],
+        index=index, kind="generate", frame_start=1, frame_count=24, seed=7, prompt=None,
+        frames_digest="f", state_digest="s", timings_ms={}, expired=False, links={}, warnings=["a\u2028b"],
     )  # fmt: skip
     return f"event: chunk\nid: {revision}-{index}\ndata: {made.model_dump_json(ensure_ascii=True)}\n\n"
 

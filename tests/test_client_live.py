@@ -77,6 +77,18 @@ def test_a_take_from_its_beginning_to_its_end(client: Client, tmp_path: Path) ->
     assert made.id not in [each.id for each in client.sessions()]
 
 
+def test_sessions_are_dropped_while_they_are_listed(client: Client) -> None:
+    first = begin(client)
+    made = [first, *(client.fork(first, -1).id for _ in range(110))]  # more than a page
+    met = []
+    for session in client.sessions():
+        if session.id in made:
+            client.delete(session.id)
+            met.append(session.id)
+    assert met == made[::-1]
+    assert not set(made) & {session.id for session in client.sessions()}
+
+
 def test_forks_rewinds_and_what_is_heard_of_them(client: Client) -> None:
     parent = begin(client)
     client.generate(parent, poses=WALK[:48])

@@ -296,6 +296,18 @@ async def test_an_id_that_is_none(events: Events, session: Take, last_event_id: 
     assert len(events) == 0
 
 
+async def test_an_id_of_a_revision_that_there_never_was(events: Events, session: Take) -> None:
+    session.write(3)
+    session.rewind(0)
+    for impossible in ("2--1", "9-99"):
+        with pytest.raises(ProblemError) as refused:
+            await anext(events.listen(session.id, impossible))
+        assert (refused.value.code, refused.value.field) == ("invalid_request", "Last-Event-ID")
+    assert len(events) == 0
+    async with listening(events, session.id, "1-99") as line:  # as ids are when a store has lost chunks
+        assert (await line.next()).what == ("rewound", 0)
+
+
 async def test_no_such_session(events: Events) -> None:
     with pytest.raises(ProblemError) as refused:
         await anext(events.listen("ses_" + "a" * 39, None))

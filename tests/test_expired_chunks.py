@@ -68,6 +68,7 @@ async def test_what_has_expired_says_so(walked: Walked, kind: str) -> None:
     for index in (0, walked.horizon - 1):
         gone = await walked.get(f"chunks/{index}/{kind}")
         assert (gone.status_code, gone.json()["code"]) == (410, "chunk_expired")
+        assert gone.json()["rewind_from"] == walked.horizon - 1
     for index in (walked.horizon, CHUNKS - 1):
         assert (await walked.get(f"chunks/{index}/{kind}")).status_code == 200
     assert (await walked.get(f"chunks/{CHUNKS}/{kind}")).json()["code"] == "chunk_not_found"
@@ -78,6 +79,7 @@ async def test_frames_need_what_the_decoder_sees(walked: Walked) -> None:
     for index in (0, walked.horizon - 1, walked.horizon, first - 1):
         gone = await walked.get(f"chunks/{index}/frames")
         assert (gone.status_code, gone.json()["code"]) == (410, "chunk_expired"), index
+        assert gone.json()["rewind_from"] == walked.horizon - 1
     for index in (first, CHUNKS - 1):
         assert len(list(pngs((await walked.get(f"chunks/{index}/frames")).content))) == 24, index
 
@@ -110,6 +112,7 @@ async def test_back_to_the_horizon_and_no_further(walked: Walked, how: str, fiel
         gone = await walked.http.post(f"{walked.session}/{how}", json={field: index})
         assert (gone.status_code, gone.json()["code"]) == (410, "chunk_expired")
         assert gone.json()["errors"][0]["field"] == field
+        assert gone.json()["rewind_from"] == oldest
     back = await walked.http.post(f"{walked.session}/{how}", json={field: oldest})
     assert (back.json()["next_chunk"], back.json()["rewind_from"]) == (walked.horizon, oldest)
     there = back.json()["links"]["self"]

@@ -101,6 +101,17 @@ async def test_a_rewind_to_the_head_drops_what_waits(quick: httpx.AsyncClient) -
     assert digests(await post(quick, session, path(24, start=25))) == whole[1:]
 
 
+async def test_the_start_is_as_chunk_0_had_it(quick: httpx.AsyncClient) -> None:
+    """A rewind to −1 without a seed repeats the take, whatever seed and prompt chunk 0 was made with."""
+    session = await begin(quick)
+    await rewind(quick, session, -1, seed=1234)
+    await post(quick, session, "w-24", prompt="a pier")
+    first = await log(quick, session)
+    await rewind(quick, session, -1)
+    await post(quick, session, "w-24")
+    assert await log(quick, session) == first
+
+
 @pytest.mark.parametrize("how", ["fork", "rewind"])
 @pytest.mark.parametrize("chunk", [-1, 0, 1])
 async def test_another_seed_gives_another_take(quick: httpx.AsyncClient, how: str, chunk: int) -> None:

@@ -74,6 +74,20 @@ async def test_pictures_one_a_frame_are_a_clip_too(http: httpx.AsyncClient) -> N
     assert made.json()["data"][0]["kind"] == "observe"
 
 
+async def test_a_clip_is_not_resampled_with_its_trajectory(http: httpx.AsyncClient) -> None:
+    rows = b"".join(b"%.6f %.6f 0 0 0 0 0 1\n" % (row / 32, row / 100) for row in range(60))
+    params = json.dumps({"camera": {"trajectory": {"format": "tum", "start": 0}}})
+    files = [("params", (None, params)), ("trajectory", ("path.txt", rows))]
+    files += [("frames", (f"{i}", png(frame))) for i, frame in enumerate(clip(60))]
+    refused = await http.post(f"{await begin(http)}/chunks", files=files)
+    problem = Problem.model_validate_json(refused.content)
+    assert (problem.code, problem.errors[0].field) == ("frames_invalid", "frames")
+    assert problem.detail.startswith(
+        "there are 60 frames and 30 poses: give one pose a frame; the 60 poses of the file"
+    )
+    assert "became 30 at 16 fps" in problem.detail
+
+
 async def test_in_one_request_or_two_the_state_is_the_same(http: httpx.AsyncClient) -> None:
     files = [png(frame) for frame in clip(48)]
     whole = digests(await observe(http, await begin(http), files, path(48)))

@@ -173,5 +173,7 @@ async def test_over_http_a_prompt_holds_for_later_requests_and_another_server(
         await post(http, twin, path(48, 25), prompt="a storm")
     )
     assert first + later == uncut
+    chunks = (await http.get(f"{session}/chunks")).json()["data"]
+    assert [(chunk["prompt"], chunk["seed"]) for chunk in chunks] == [(None, 7), ("a storm", 7), ("a storm", 7)]
     plain = await begin(http, prompt="a quay")
     assert http_digests(await post(http, plain, path(72)))[1:] != later

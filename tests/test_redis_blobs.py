@@ -113,7 +113,7 @@ def test_only_what_is_not_there_is_sent(blobs: RedisBlobs, raw: "redis.Redis") -
 
 
 def test_an_upload_that_dies_in_the_middle_is_taken_up_again(blobs: RedisBlobs, raw: "redis.Redis") -> None:
-    data = make_blobs(40)
+    data = make_blobs(40, MAX_BLOB // 4)
     failpoints.arm("put.middle=die@2")
     with pytest.raises(ValueError, match="die"):
         blobs.put(PREFIX, data)

@@ -193,6 +193,25 @@ async def test_servers_take_turns(model: WorldModel, memory: MemoryStore) -> Non
         engine.close()
 
 
+@pytest.mark.parametrize(
+    "between",
+    [{"camera": {"actions": "s-5"}}, {"prompt": "a pier"}],
+    ids=["poses that wait", "another prompt"],
+)
+async def test_a_cut_request_does_not_go_on_with_what_others_left(
+    model: WorldModel, between: dict[str, object]
+) -> None:
+    engine = Engine(model, BreakingStore(2, after=False), Limits(queue_size=4))
+    async with client_of(engine) as http:
+        session = await begin(http)
+        await post(http, session, "w-36,d-36", key="cut")
+        assert (await http.post(f"{session}/chunks", json=between)).status_code == 201
+        refused = await post(http, session, "w-36,d-36", key="cut")
+        assert (refused.status_code, refused.json()["code"]) == (409, "chunk_conflict")
+        assert (await http.get(session)).json()["next_chunk"] == 1
+    engine.close()
+
+
 def _take_over(store: MemoryStore, session_id: str) -> None:
     """As another server does once the lease has lapsed."""
     fence = store.read(session_id)[2]

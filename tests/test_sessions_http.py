@@ -3,6 +3,7 @@
 import io
 import zipfile
 from datetime import datetime
+from urllib.parse import quote
 
 import av
 import httpx
@@ -175,9 +176,16 @@ async def test_sessions_are_listed_newest_first_and_dropped(http: httpx.AsyncCli
     rest = (await http.get("/v1/sessions", params={"limit": 2, "after": page["next"]})).json()
     assert [session["id"] for session in page["data"] + rest["data"]] == [each["id"] for each in listed["data"]]
     assert rest["next"] is None
+    by_id = (await http.get("/v1/sessions", params={"after": page["data"][-1]["id"]})).json()
+    assert by_id == rest
     assert (await http.delete(made[1])).status_code == 204
     assert (await http.get(made[1])).status_code == 404
     assert (await post(http, made[1], "w-24")).json()["code"] == "session_not_found"
+    gone = await http.get("/v1/sessions", params={"after": page["data"][-1]["id"]})
+    assert (gone.status_code, gone.json()["errors"][0]["field"]) == (404, "after")
+    behind = (await http.get("/v1/sessions", params={"after": page["next"]})).json()
+    assert behind == rest
+    assert quote(page["next"], safe="") == page["next"]
     assert len((await http.get("/v1/sessions")).json()["data"]) == 2
 
 

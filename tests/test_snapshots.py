@@ -102,7 +102,8 @@ class Gate:
         self.attach_errors: list[Exception] = []
         self._lock = threading.Lock()
 
-    def put(self, session_id: str, data: Sequence[bytes | memoryview]) -> tuple[BlobRef, ...]:
+    def put(self, session_id: str, data: Sequence[bytes | memoryview], *, mend: bool = False) -> tuple[BlobRef, ...]:
+        assert not mend, "a snapshot is sent anew in vain"
         with self._lock:
             self.puts += 1
         assert self.go.wait(30)

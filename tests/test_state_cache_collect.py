@@ -34,10 +34,12 @@ from longtake.state_cache import (
     SchemaError,
     SessionRecord,
     Store,
+    encode,
     lineage_of,
     load_tensors,
     new_session_id,
 )
+from longtake.state_cache.records import seal
 
 ALL = Retention(snapshots=1 << 40)
 
@@ -318,11 +320,11 @@ def test_a_lineage_with_a_session_that_can_not_be_read_is_left_alone(probe: Prob
     fork = make_fork(store, session_id, 0)
     record = msgspec.to_builtins(store.read(fork)[0])
     before = probe.blobs()
-    probe.overwrite_session(fork, msgspec.msgpack.encode(record | {"schema": SCHEMA + 1}))
+    probe.overwrite_session(fork, seal(msgspec.msgpack.encode(record | {"schema": SCHEMA + 1})))
     with pytest.raises(SchemaError):
         collect(store, session_id)
     assert probe.blobs() == before
-    probe.overwrite_session(fork, msgspec.msgpack.encode(msgspec.convert(record, SessionRecord)))
+    probe.overwrite_session(fork, encode(msgspec.convert(record, SessionRecord)))
     assert collect(store, session_id).records == 2
     check_whole(store, fork)
 
@@ -352,3 +354,29 @@ def test_lineages_to_collect_are_told(probe: Probe) -> None:
         collect(store, each)
     assert store.littered() == []
     assert probe.keys() == set()
+
+
+def test_a_damaged_snapshot_never_becomes_the_horizon(probe: Probe) -> None:
+    """Behind a horizon nothing can be replayed: the snapshot in front of it has to be sound, every byte."""
+    store, session_id = probe.store, make_session(probe.store)
+    fence, retention = take(store, session_id), Retention(snapshots=1, chunks=4)
+    write(store, session_id, fence, 3)
+    damaged = store.snapshots(session_id)[2].blobs[0]
+    probe.overwrite(session_id, damaged, bytes(damaged.size))
+    write(store, session_id, fence, 4)
+    collect(store, session_id, retention)
+    assert store.read(session_id)[1].horizon == 2
+    assert 1 in store.snapshots(session_id)
+    write(store, session_id, fence, 3)
+    collect(store, session_id, retention)
+    assert store.read(session_id)[1].horizon == 6
+    check_whole(store, session_id)
+
+
+def test_a_snapshot_of_another_chunk_never_becomes_the_horizon(probe: Probe) -> None:
+    store, session_id = probe.store, make_session(probe.store)
+    fence = take(store, session_id)
+    write(store, session_id, fence, 4, snapshots=False)
+    store.attach(session_id, fence, 0, 1, make_snapshot(store, session_id, 0.0))
+    collect(store, session_id, Retention(chunks=2))
+    assert store.read(session_id)[1].horizon == 0

@@ -37,6 +37,7 @@ from longtake.state_cache import (
     load_file,
     new_session_id,
 )
+from longtake.state_cache.records import seal
 
 
 def seconds_left(store: Store, session_id: str) -> float:
@@ -253,7 +254,7 @@ def test_an_expired_session_that_can_not_be_read_is_left_alone(probe: Probe) -> 
     damaged, other = (make_session(probe.store, ttl_s=60) for _ in range(2))
     probe.set_expiry(damaged, -2)
     probe.set_expiry(other, -1)
-    probe.overwrite_session(damaged, msgspec.msgpack.encode({"schema": SCHEMA + 1}))
+    probe.overwrite_session(damaged, seal(msgspec.msgpack.encode({"schema": SCHEMA + 1})))
     assert probe.store.sweep() == 1
     names = " ".join(probe.keys())
     assert damaged in names

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from store_fixtures import HOLDER, RIVAL, make_session, make_snapshot, make_step, seeds, take
+from store_probes import RedisProbe
 
 from longtake.state_cache import Fence, Fenced, Holder, Lease, LeaseHeld, MemoryStore, SessionNotFound, Store
 
@@ -130,16 +131,34 @@ def test_a_lease_in_memory_passes_by_the_given_clock() -> None:
     assert store.acquire(session_id, RIVAL, 10).taken_over
 
 
-def test_a_lease_does_not_keep_a_session_alive() -> None:
+def test_a_session_lives_while_its_lease_is_renewed_and_no_longer() -> None:
     now = 50.0
     store = MemoryStore(lambda: now)
     session_id = make_session(store, ttl_s=5)
     fence = store.acquire(session_id, HOLDER, 60).fence
     now = 54.0
     store.renew(session_id, fence, 60)
-    now = 55.0
+    now = 58.0
+    store.release(session_id, fence)
+    now = 59.0
     with pytest.raises(SessionNotFound):
         store.renew(session_id, fence, 60)
+
+
+def test_renewing_puts_off_the_end_on_a_server_too(redis_server: str) -> None:
+    probe = RedisProbe(redis_server)
+    session_id = make_session(probe.store, ttl_s=60)
+    fence = probe.store.acquire(session_id, HOLDER, 60).fence
+    probe.set_expiry(session_id, 5)
+    near = probe.store.read(session_id)[1].expires_at
+    probe.store.release(session_id, fence)
+    assert probe.store.read(session_id)[1].expires_at == near
+    probe.store.renew(session_id, fence, 60)
+    later = probe.store.read(session_id)[1].expires_at
+    assert near is not None
+    assert later is not None
+    assert later > near + 50
+    probe.close()
 
 
 def test_rivals_for_a_free_session_have_one_winner(any_store: Store) -> None:

@@ -328,3 +328,22 @@ def test_a_step_that_is_prepared_before_and_made_after_a_collection(probe: Probe
     scene.collect()
     scene.store.commit(again)
     scene.check()
+
+
+def test_a_collection_that_was_overtaken_leaves_its_note(server: RedisProbe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that overtook it may die: then somebody has to come back."""
+    store, session_id = server.store, make_session(server.store)
+    write(store, session_id, take(store, session_id), 3)
+    store.delete(session_id)
+    lineage, needed = lineage_of(session_id), redis_collect.needed
+
+    def overtaken(*arguments: object) -> retention.Needed:
+        server.raw.incr(f"{server.prefix}:{{{lineage}}}:e")
+        return needed(*arguments)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(redis_collect, "needed", overtaken)
+        assert not store.collect(lineage, Retention()).complete
+    assert store.littered() == [lineage]
+    assert store.collect(lineage, Retention()).complete
+    assert server.keys() == set()

@@ -7,6 +7,7 @@ from store_probes import Probe, RedisProbe
 
 from longtake.state_cache import (
     BlobsMissing,
+    RedisStore,
     Retention,
     SessionExists,
     SessionNotFound,
@@ -71,6 +72,16 @@ def test_a_listing_goes_on_behind_what_was_deleted(any_store: Store) -> None:
     older = make_session(any_store, created_at=1.0)
     assert listed(any_store, 9, last) == [older]
     assert listed(any_store, 9) == [newer, older]
+
+
+def test_both_protocols_list_alike(redis_server: str) -> None:
+    probe = RedisProbe(redis_server)
+    made = [make_session(probe.store, created_at=1.7e9 + age / 3) for age in range(3)]
+    for protocol in (2, 3):
+        store = RedisStore(f"{redis_server}?protocol={protocol}", probe.prefix)
+        assert store.list(9) == [(1.7e9 + age / 3, made[age]) for age in (2, 1, 0)]
+        store.close()
+    probe.close()
 
 
 @pytest.mark.parametrize("limit", [1, 3, 9])

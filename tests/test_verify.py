@@ -1,9 +1,13 @@
 """`longtake sessions verify`: a sound session passes, and every kind of damage is found and named."""
 
 import copy
+import os
+import pty
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -11,9 +15,11 @@ import pytest
 from take_fixtures import OtherNumerics, Take, begin_take, drift, resumed
 
 from longtake.api_schemas.problems import ProblemError
+from longtake.server.engine import start
 from longtake.server.engine.restore import restore
-from longtake.server.engine.verify import Report, verify
+from longtake.server.engine.verify import Report, opened_for_verifying, verify
 from longtake.server.model.world import WorldModel
+from longtake.server.settings import Settings, StartError
 from longtake.state_cache import (
     Arena,
     ChunkRecord,
@@ -172,8 +178,8 @@ def test_damage_is_named(
 ) -> None:
     damage(store, take)
     report = checked(take)
-    for start in expected:
-        assert any(problem.startswith(start) for problem in report.problems), report.problems
+    for beginning in expected:
+        assert any(problem.startswith(beginning) for problem in report.problems), report.problems
     assert len(report.problems) == len(expected)
     assert report.summary().endswith(f"problems: {len(report.problems)}")
 
@@ -207,6 +213,25 @@ def test_behind_the_horizon_only_digests_are_left(take: Take, store: MemoryStore
     for branch in store._log.branches.values():
         branch.snapshots.pop(1, None)
     assert checked(take).problems == ["chunk 2: it can not be replayed, nor what follows until the next sound snapshot"]
+
+
+def test_chunks_behind_the_horizon_that_a_fork_needs(take: Take, store: MemoryStore) -> None:
+    fork = take.fork(2)
+    store.collect(lineage_of(take.id), Retention(snapshots=2, chunks=2))
+    assert (take.head.horizon, fork.head.horizon) == (2, 0)
+    report = checked(take)
+    assert (report.problems, report.expired, report.replayed) == ([], 0, 3)  # 2, 3 and 4
+    report = checked(fork)
+    assert (report.problems, report.expired, report.replayed) == ([], 0, 3)  # 0, 1 and 2
+    flip(store, take, take.store.chunk(take.id, 0).latents)
+    (problem,) = checked(take).problems
+    assert problem.startswith("chunk 0: latents: blob")
+
+
+def test_it_says_how_far_it_is(take: Take) -> None:
+    heard: list[tuple[int, int]] = []
+    verify(take.store, take.model, take.id, lambda done, total: heard.append((done, total)))
+    assert heard == [(index, CHUNKS) for index in range(CHUNKS)]
 
 
 def test_other_weights_are_a_problem_but_blobs_are_checked(take: Take, model: WorldModel) -> None:
@@ -281,6 +306,7 @@ def run(*arguments: str) -> tuple[int, str]:
     command = [sys.executable, "-m", "longtake.server", "sessions", "verify", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert "Traceback" not in done.stderr
+    assert "chunks checked" not in done.stderr
     return done.returncode, done.stdout
 
 
@@ -311,6 +337,38 @@ def test_the_command_on_a_data_directory(tmp_path: Path, model: WorldModel) -> N
     status, said = run(take.id, "--data-dir", str(tmp_path))
     assert status == 0
     assert said.endswith("all is well\n")
+
+
+def test_a_terminal_is_told_how_far_it_is(redis_server: str, model: WorldModel) -> None:
+    store = RedisStore(redis_server, "lt")
+    take = begin_take(store, model)
+    take.post(24)
+    store.close()
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "longtake.server", "sessions", "verify", take.id, "--state-url", redis_server]
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, text=True, env=environment) as running:
+        os.close(theirs)
+        shown = b""
+        with suppress(OSError):  # how a terminal says that nobody writes there any more
+            while piece := os.read(ours, 4096):
+                shown += piece
+        said, _ = running.communicate(timeout=120)
+    os.close(ours)
+    assert running.returncode == 0
+    assert said.endswith("all is well\n")
+    assert shown[shown.index(b"chunks checked") :].count(b"\n") <= 1  # one line, updated
+
+
+def test_a_data_directory_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "EmbeddedServer", partial(EmbeddedServer, patience=0.1))
+    with EmbeddedServer(tmp_path) as embedded:
+        embedded.start()
+        with (
+            pytest.raises(StartError, match=r"in use by .*stop it first, or give the --state-url"),
+            opened_for_verifying(Settings(data_dir=tmp_path), new_session_id(), None),
+        ):
+            pass
 
 
 def test_mistakes_get_one_clear_line(redis_server: str, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from longtake.server.engine.limits import Limits
 from longtake.server.engine.metrics import Metrics
 from longtake.server.engine.plan import Plan, pending_count, plan_request
 from longtake.server.engine.prompts import load_text, with_prompt
-from longtake.server.engine.publish import Making, Published, publish
+from longtake.server.engine.publish import Making, Published, commit_cursor, publish
 from longtake.server.engine.resume import Resumer
 from longtake.server.engine.snapshots import Snapshot, Snapshots
 from longtake.server.engine.store_calls import StoreCalls
@@ -202,7 +202,7 @@ class Advancer:
         try:
             await self._make(run)
             if not task.plan.chunks:
-                await self._calls.call(self._store.commit, task.step(run.live.fence, 0))
+                await self._calls.call(commit_cursor, self._store, task.step(run.live.fence, 0), run.live.conditions)
         except Exception as error:
             raise await self._with_progress(error, task, len(run.records)) from error
         head = task.head.chunk + len(run.published)
@@ -269,7 +269,7 @@ class Advancer:
         step, plan = run.task.step(run.live.fence, offset), run.task.plan.chunks[offset]
         self._events.progress(step.session_id, step.head + 1, "committing")
         try:
-            published = await self._calls.call(publish, self._store, step, plan, output, making)
+            published = await self._calls.call(publish, self._store, step, plan, output, making, run.live.conditions)
         except ProblemError as problem:
             self._metrics.commits.labels(problem.code).inc()
             raise

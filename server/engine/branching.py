@@ -125,6 +125,8 @@ class Brancher:
         """Make the child, unless an earlier attempt has."""
 
         def step() -> None:
+            if claim is not None and self._is_there(child_id):
+                return  # whatever has become of the parent since
             parent, head, _ = self._store.read(session_id)
             cursor = cursor_after(self._store, parent, head, request.from_chunk, "from_chunk")
             if request.seed is not None:
@@ -146,8 +148,15 @@ class Brancher:
 
         _insist(step)
 
+    def _is_there(self, session_id: str) -> bool:
+        try:
+            self._store.read(session_id)
+        except SessionNotFound:
+            return False
+        return True
+
     def _keep_answer(self, child_id: str, fence: Fence, key: str, fingerprint: str) -> Session:
-        """Keep with the child what its fork is answered: nobody has its id yet, so it stands where it began."""
+        """Keep with the child what its fork is answered: as it stands, where it began unless others were quicker."""
         session, head, _ = self._store.read(child_id)
         view = read_view(self._store, child_id, self._spec)
         request = _done(fingerprint, head.chunk, head.revision, view)
@@ -201,11 +210,22 @@ def cursor_after(store: Store, session: SessionRecord, head: Head, chunk: int, f
     if chunk > head.chunk:
         raise ProblemError("chunk_not_found", f"the session's last chunk is {head.chunk}", field)
     if chunk < head.horizon - 1:
-        raise ProblemError("chunk_expired", f"{head.horizon - 1} is the oldest chunk to go back to", field)
-    cursor = start_cursor(session) if chunk < 0 else store.chunk(session.id, chunk).cursor()
+        oldest = head.horizon - 1
+        detail = f"{oldest} is the oldest chunk to go back to"
+        raise ProblemError("chunk_expired", detail, field, extra={"rewind_from": oldest})
+    cursor = store.chunk(session.id, chunk).cursor() if chunk >= 0 else _before_chunk_0(store, session, head)
     if chunk == head.chunk:
         return msgspec.structs.replace(head.cursor, poses=b"", intrinsics=b"", controller=cursor.controller)
     return cursor
+
+
+def _before_chunk_0(store: Store, session: SessionRecord, head: Head) -> Cursor:
+    """The start, with the seed and the prompt that chunk 0 was made with, if it was made."""
+    start = start_cursor(session)
+    if head.chunk < 0:
+        return start
+    first = store.chunk(session.id, 0)
+    return msgspec.structs.replace(start, seed=first.seed, prompt=first.prompt, text=first.text)
 
 
 def rewound(record: RequestRecord, head: Head) -> bool:

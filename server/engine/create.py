@@ -104,7 +104,7 @@ class Creator:
             intrinsics=view.intrinsics.tolist(),
             intrinsics_size=view.intrinsics_size,
             source_size=view.source_size,
-            conditions=save_tensors(store, session_id, conditions.to_tensors()),
+            conditions=save_tensors(store, session_id, conditions.to_tensors(), mend=True),
             warnings=view.warnings,
             create_key=claim,
             owner=owner,

@@ -171,6 +171,9 @@ class Events:
         seen = None if last_event_id is None else Position.parse(last_event_id)
         with self._listening(session_id) as listener:
             head = (await self._calls.call(self._store.read, session_id))[1]
+            if seen is not None and seen.revision > head.revision:
+                detail = f"the session is at revision {head.revision}: this is no event of it"
+                raise ProblemError("invalid_request", detail, "Last-Event-ID")
             listener.seen = seen or Position.of(head)
             yield f"retry: {self._limits.retry_ms}\nid: {listener.seen}\n\n".encode()
             while not listener.dismissed:

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections import Counter
-from contextlib import suppress
 
 from longtake.api_schemas.problems import ProblemError
 from longtake.server.engine.metrics import Metrics
@@ -68,8 +67,12 @@ class Housekeeper:
     async def sweep_forever(self, pause_s: float = 60.0) -> None:
         """Sweep again and again; a store that does not answer is asked later."""
         while True:
-            with suppress(ProblemError):
+            try:
                 await self.sweep()
+            except ProblemError as problem:
+                log.info("not swept: %s", problem)
+            except Exception:
+                log.exception("a sweep failed; it is tried again")
             await asyncio.sleep(pause_s)
 
     async def finish(self) -> None:
@@ -87,7 +90,7 @@ class Housekeeper:
     async def _collect(self, lineage: str) -> None:
         try:
             with self._metrics.collect_seconds.time():
-                freed = await self._calls.call(self._store.collect, lineage, self._retention)
+                freed = await self._calls.slow(self._store.collect, lineage, self._retention)
         except ProblemError as problem:
             log.warning("a lineage could not be collected: %s", problem)
             return

@@ -8,6 +8,7 @@ from longtake.api_schemas.problems import ProblemError
 from longtake.api_schemas.resources import CHUNK_FRAMES
 from longtake.server.camera.actions import Controller
 from longtake.server.camera.poses import pose_warnings
+from longtake.server.camera.resample import FPS
 from longtake.server.engine.command import Command
 from longtake.server.engine.track import NO_POSES, Matrix, SessionCamera, Track, new_track, pending_track
 from longtake.server.model.world import Frames
@@ -100,7 +101,7 @@ def _plan_observation(command: Command, head: Head, camera: SessionCamera, frame
     new, clip = new_track(command, controller, camera, start, frames_used), command.clip[frames_used:]
     if len(clip) != len(new):
         detail = f"there are {len(clip) + frames_used} frames and {len(new) + frames_used} poses: give one pose a frame"
-        raise ProblemError("frames_invalid", detail, "frames")
+        raise ProblemError("frames_invalid", detail + _resampled(command), "frames")
     before = NO_POSES if waiting else controller.pose[None]
     chunks = [
         replace(
@@ -113,6 +114,14 @@ def _plan_observation(command: Command, head: Head, camera: SessionCamera, frame
     if not chunks:
         raise ProblemError("frames_invalid", f"give at least {CHUNK_FRAMES} frames", "frames")
     return Plan(chunks, chunks[-1].cursor, chunks[-1].frames_used)
+
+
+def _resampled(command: Command) -> str:
+    """What to add where poses and frames do not match, if the file had another number of poses."""
+    if command.trajectory is None or command.trajectory.resolved.frames == command.trajectory.resolved.file_poses:
+        return ""
+    told = command.trajectory.resolved
+    return f"; the {told.file_poses} poses of the file became {told.frames} at {FPS} fps, the clip is taken as it is"
 
 
 def _chunk(track: Track, stop: int, before: Matrix, cursor: Cursor) -> ChunkPlan:

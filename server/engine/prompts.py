@@ -45,8 +45,12 @@ def with_prompt(
     if prompt == session.prompt:
         return msgspec.structs.replace(cursor, prompt=None, text=None)
     text, mask = take_turn(lambda: model.encode_prompt(prompt))
-    arena = save_tensors(store, session.id, {"text": text, "text_mask": mask})
-    return msgspec.structs.replace(cursor, prompt=prompt, text=arena)
+    return msgspec.structs.replace(cursor, prompt=prompt, text=save_text(store, session.id, text, mask))
+
+
+def save_text(store: Store, session_id: str, text: Tensor, mask: Tensor) -> Arena:
+    """Put a prompt's embedding into the store; it stays once a commit names it."""
+    return save_tensors(store, session_id, {"text": text, "text_mask": mask}, mend=True)
 
 
 def load_text(store: Store, session: SessionRecord, arena: Arena | None) -> Text:

@@ -4,8 +4,9 @@ import time
 from dataclasses import dataclass, replace
 
 from longtake.server.engine.plan import ChunkPlan
+from longtake.server.engine.prompts import save_text
 from longtake.server.model.timing import timed
-from longtake.server.model.world import ChunkOutput
+from longtake.server.model.world import ChunkOutput, Conditions
 from longtake.server.video.images import frames_digest
 from longtake.server.video.segments import Segment, encode_segment
 from longtake.state_cache import (
@@ -14,8 +15,7 @@ from longtake.state_cache import (
     Commit,
     Fingerprint,
     Store,
-    save_file,
-    save_tensors,
+    save_both,
     state_digest,
 )
 
@@ -37,7 +37,9 @@ class Published:
     commit_ms: float
 
 
-def publish(store: Store, step: Commit, plan: ChunkPlan, output: ChunkOutput, making: Making) -> Published:
+def publish(
+    store: Store, step: Commit, plan: ChunkPlan, output: ChunkOutput, making: Making, conditions: Conditions
+) -> Published:
     """Make the chunk after `step.expected_head` durable: its blobs, then `step` with it, which is whole or nothing."""
     timings = {"queue": making.queue_ms, **output.timings_ms}
     with timed(timings, "encode"):
@@ -47,8 +49,18 @@ def publish(store: Store, step: Commit, plan: ChunkPlan, output: ChunkOutput, ma
         digest = state_digest(output.state)
     try:
         return _commit(store, step, plan, output, making, segment, (shown, digest), timings)
-    except BlobsMissing:  # one that was there already has been collected meanwhile
+    except BlobsMissing:  # one that was there already has been collected meanwhile, or the text has lapsed
+        save_text(store, step.session_id, conditions.text, conditions.text_mask)
         return _commit(store, step, plan, output, making, segment, (shown, digest), timings)
+
+
+def commit_cursor(store: Store, step: Commit, conditions: Conditions) -> None:
+    """Carry out a step without a chunk."""
+    try:
+        store.commit(step)
+    except BlobsMissing:
+        save_text(store, step.session_id, conditions.text, conditions.text_mask)
+        store.commit(step)
 
 
 def _commit(
@@ -62,8 +74,8 @@ def _commit(
     timings: dict[str, float],
 ) -> Published:
     with timed(timings, "upload"):
-        latents = save_tensors(store, step.session_id, {"latents": output.latents})
-        video = save_file(store, step.session_id, segment.init + segment.media)
+        tensors, file = {"latents": output.latents}, segment.init + segment.media
+        latents, video = save_both(store, step.session_id, tensors, file, mend=True)
     record = ChunkRecord(
         index=step.expected_head + 1,
         kind="generate" if plan.clip is None else "observe",

@@ -10,6 +10,7 @@ from longtake.api_schemas.problems import ProblemError
 from longtake.api_schemas.resources import Chunk, ChunkList, Session, SessionList
 from longtake.server.engine.metrics import Metrics
 from longtake.server.engine.places import place_of, place_text
+from longtake.server.engine.replay import check_contents
 from longtake.server.engine.store_calls import StoreCalls
 from longtake.server.engine.views import chunk_view, session_view
 from longtake.server.engine.workers import Workers
@@ -46,8 +47,7 @@ class Reader:
 
     async def check_owner(self, session_id: str, owner: str) -> None:
         """Raises `session_not_found` unless the session belongs to `owner`."""
-        session = (await self._calls.call(self._store.read, session_id))[0]
-        if session.owner != owner:
+        if await self._calls.call(self._store.owner, session_id) != owner:
             raise ProblemError("session_not_found", "there is no such session", "session_id")
 
     async def sessions(self, owner: str, limit: int, after: str | None) -> SessionList:
@@ -98,13 +98,14 @@ class Reader:
 
     async def latents(self, session_id: str, index: int) -> bytes:
         """The clean latents [1,C,3,h,w] of a chunk as a safetensors file. Raises `chunk_not_found`, `chunk_expired`."""
-        record = whole(await self._calls.call(self._store.chunk, session_id, index))
+        record = await self._whole(session_id, await self._calls.call(self._store.chunk, session_id, index))
         tensors = await self._calls.call(load_tensors, self._store, session_id, record.latents)
         return await self._workers.io(safetensors.torch.save, tensors)
 
     async def segment(self, session_id: str, record: ChunkRecord) -> bytes:
         """Initialisation and media of one chunk, at its place in the take. Raises `chunk_expired`."""
-        return await self._calls.call(load_file, self._store, session_id, whole(record).segment)
+        segment = (await self._whole(session_id, record)).segment
+        return await self._calls.call(load_file, self._store, session_id, segment)
 
     async def frames(self, session_id: str, index: int) -> bytes:
         """A zip of a chunk's frames as PNG, bit for bit those of `frames_digest`.
@@ -120,12 +121,22 @@ class Reader:
                 raise ProblemError("chunk_not_found", "the session has no such chunk", "index")
             if any(record.expired for record in records):
                 detail = f"the frames need the latents of chunks {first} to {index}, and some have expired"
-                raise ProblemError("chunk_expired", detail, "index")
+                raise await self._expired(session_id, detail)
             conditions, latents = await self._calls.call(self._inputs, session_id, records)
             frames, _ = await self._workers.compute(self._model.decode, conditions, first, latents)
             if frames_digest(frames) != records[-1].frames_digest:
                 raise ProblemError("state_diverged", "this server decodes other frames than those committed")
             return await self._workers.io(png_zip, frames, len(frames) * index + 1)
+
+    async def _whole(self, session_id: str, record: ChunkRecord) -> ChunkRecord:
+        """The record, if it has all of its blobs. Raises `chunk_expired`."""
+        if record.expired:
+            raise await self._expired(session_id, f"of chunk {record.index} only the digests are left")
+        return record
+
+    async def _expired(self, session_id: str, detail: str) -> ProblemError:
+        head = (await self._calls.call(self._store.read, session_id))[1]
+        return ProblemError("chunk_expired", detail, "index", extra={"rewind_from": head.horizon - 1})
 
     def _inputs(self, session_id: str, records: list[ChunkRecord]) -> tuple[Conditions, list[Tensor]]:
         session = self._store.read(session_id)[0]
@@ -134,6 +145,8 @@ class Reader:
                 "model_mismatch", "the session was made with other weights and its frames can not be decoded"
             )
         conditions = Conditions.from_tensors(load_tensors(self._store, session_id, session.conditions))
+        for record in records:
+            check_contents(record, session)
         return conditions, [load_tensors(self._store, session_id, record.latents)["latents"] for record in records]
 
     async def status(self) -> StoreStatus:
@@ -145,17 +158,14 @@ class Reader:
         return status
 
 
-def whole(record: ChunkRecord) -> ChunkRecord:
-    """The record, if it has all of its blobs. Raises `chunk_expired`."""
-    if record.expired:
-        raise ProblemError("chunk_expired", f"of chunk {record.index} only the digests are left", "index")
-    return record
-
-
 def read_view(store: Store, session_id: str, spec: ModelSpec) -> Session:
-    """A session where it stands, with its forks. Raises what the store raises."""
+    """A session where it stands, with its forks. Raises what the store raises; `SchemaError` also for odd contents."""
     session, head, _ = store.read(session_id)
-    return session_view(session, head, store.forks(session_id), spec)
+    forks = store.forks(session_id)
+    try:
+        return session_view(session, head, forks, spec)
+    except (ArithmeticError, OSError, ValueError) as error:
+        raise SchemaError("the session's record says what can not be") from error
 
 
 class Video:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from longtake.api_schemas.resources import CHUNK_FRAMES, LATENT_FRAMES
 from longtake.server.engine.prompts import TakeTurn, at_once, load_text
 from longtake.server.engine.track import SessionCamera
 from longtake.server.model.world import ChunkCamera, ChunkOutput, Conditions, State, WorldModel
@@ -47,13 +48,24 @@ class Replay:
 
         Raises `BlobsMissing`, `BlobCorrupt`, `SchemaError` when what the record names is not what was committed.
         """
+        check_contents(record, self._session)
         latents = load_tensors(self._store, self._session.id, record.latents)
-        if "latents" not in latents:
-            raise SchemaError(f"chunk {record.index} holds no latents")
         camera, conditions = chunk_camera(record, self._intrinsics), self.conditions(record.text)
         return self._take_turn(
             lambda: self._model.absorb(conditions, state, record.index, camera, latents["latents"], decode=decode)
         )
+
+
+def check_contents(record: ChunkRecord, session: SessionRecord) -> None:
+    """Raises `SchemaError` when a record that is whole holds poses, intrinsics or latents of no chunk."""
+    if (len(record.poses), len(record.intrinsics)) != (CHUNK_FRAMES * 16 * 8, CHUNK_FRAMES * 4 * 8):
+        raise SchemaError(f"chunk {record.index}: its record holds other than {CHUNK_FRAMES} poses and intrinsics")
+    shapes = {ref.name: ref.shape for ref in record.latents.tensors}
+    if "latents" not in shapes:
+        raise SchemaError(f"chunk {record.index}: its record holds no latents")
+    frame = next((ref.shape for ref in session.conditions.tensors if ref.name == "first_latent"), ())
+    if shapes["latents"] != (*frame[:2], LATENT_FRAMES, *frame[3:]):
+        raise SchemaError(f"chunk {record.index}: its record holds latents of another shape")
 
 
 def chunk_camera(record: ChunkRecord, first_intrinsics: np.ndarray) -> ChunkCamera:

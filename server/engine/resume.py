@@ -56,7 +56,7 @@ class Resumer:
     async def _restore(self, session: SessionRecord, head: Head) -> Restored:
         began = time.perf_counter()
         try:
-            restored = await self._calls.call(
+            restored = await self._calls.slow(
                 restore,
                 self._calls.store,
                 self._model,

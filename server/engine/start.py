@@ -11,6 +11,7 @@ import torch
 from longtake.server.engine.engine import Engine
 from longtake.server.engine.limits import Limits
 from longtake.server.model.registry import UnknownModelError, load_model
+from longtake.server.model.world import WorldModel
 from longtake.server.settings import Settings, StartError
 from longtake.server.video.clips import ClipLimits
 from longtake.state_cache import (
@@ -49,7 +50,7 @@ def start_engine(settings: Settings) -> Iterator[Engine]:
             device_state_bytes=settings.device_state_bytes,
             host_state_bytes=settings.host_state_bytes,
             snapshot_every=settings.snapshot_every,
-            retention=Retention(settings.keep_snapshots, settings.retain_chunks or None),
+            retention=_retention(settings, model),
             exact_required=settings.exact == "require",
             lease_s=settings.lease_s,
             ttl_s=settings.ttl_s or (WEEK if settings.state_url else None),
@@ -58,6 +59,12 @@ def start_engine(settings: Settings) -> Iterator[Engine]:
         engine = Engine(model, store, limits, _holder(settings))
         stack.callback(engine.close)
         yield engine
+
+
+def _retention(settings: Settings, model: WorldModel) -> Retention:
+    """What sessions keep: at least what the decoder needs to show the newest chunk again."""
+    chunks = max(settings.retain_chunks, model.decoder_history + 1) if settings.retain_chunks else None
+    return Retention(settings.keep_snapshots, chunks)
 
 
 def _holder(settings: Settings) -> Holder:

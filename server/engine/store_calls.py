@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 from longtake.api_schemas.problems import ProblemError
+from longtake.server.engine.copies import InThread
 from longtake.server.engine.errors import store_problems
 from longtake.server.engine.metrics import Metrics
 from longtake.server.engine.workers import Workers
@@ -26,14 +27,24 @@ class StoreCalls:
 
     async def call(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run a function that uses the store. Raises `ProblemError`."""
+        return await self._counted(self._workers.io, function, *args, **kwargs)
 
+    async def slow(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """The same for one that may take long, such as a restore: apart from commits and reads."""
+        return await self._counted(self._workers.slow, function, *args, **kwargs)
+
+    async def lease(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """The same for the renewal of a lease: whatever else runs, it is in time."""
+        return await self._counted(self._workers.lease, function, *args, **kwargs)
+
+    async def _counted(self, run: InThread, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         def translated() -> R:
             with store_problems():
                 return function(*args, **kwargs)
 
         try:
             with self._metrics.store_seconds.labels(function.__name__.lstrip("_")).time():
-                result = await self._workers.io(translated)
+                result = await run(translated)
         except ProblemError as problem:
             self._metrics.store_up.set(problem.code != "store_unavailable")
             if problem.code in ("store_unavailable", "store_full", "state_corrupt"):

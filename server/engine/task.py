@@ -3,13 +3,15 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import xxhash
+
 from longtake.api_schemas.problems import ProblemError
 from longtake.api_schemas.resources import Advanced, PostChunks
 from longtake.server.engine.branching import rewound
 from longtake.server.engine.command import Command
-from longtake.server.engine.plan import Plan, next_frame, pending_count
+from longtake.server.engine.plan import ChunkPlan, Plan, next_frame, pending_count
 from longtake.server.engine.track import SessionCamera
-from longtake.state_cache import ChunkRecord, Commit, Fence, Head, RequestRecord, SessionRecord
+from longtake.state_cache import ChunkRecord, Commit, Cursor, Fence, Head, RequestRecord, SessionRecord, encode
 
 
 @dataclass(frozen=True)
@@ -72,10 +74,10 @@ class Task:
             expected_head=head,
             cursor=plan.cursor,
             key=self.key,
-            request=self._progress(min(head + 1, self.head.chunk + len(chunks)), plan.frames_used, offset),
+            request=self._progress(min(head + 1, self.head.chunk + len(chunks)), plan, offset),
         )
 
-    def _progress(self, chunk: int, frames_used: int, offset: int) -> RequestRecord | None:
+    def _progress(self, chunk: int, plan: ChunkPlan | Plan, offset: int) -> RequestRecord | None:
         """Progress once `chunk` is the last committed one; nothing without a key."""
         if self.key is None:
             return None
@@ -84,11 +86,17 @@ class Task:
             fingerprint=self.command.fingerprint,
             first_chunk=self.first_chunk,
             chunks=chunk + 1 - self.first_chunk,
-            frames_used=frames_used,
+            frames_used=plan.frames_used,
             done=done,
             revision=self.head.revision,
             pending_poses=pending_count(self.plan.cursor) if done else 0,
+            cursor="" if done else cursor_hash(plan.cursor),
         )
+
+
+def cursor_hash(cursor: Cursor) -> str:
+    """Tells one cursor from another."""
+    return xxhash.xxh3_128_hexdigest(encode(cursor))
 
 
 def request_key(key: str | None) -> str | None:
@@ -105,10 +113,8 @@ def check_position(request: PostChunks, head: Head, progress: RequestRecord | No
     if progress is not None:
         if rewound(progress, head):
             raise ProblemError("rewound", "chunks of this request were rewound away", "Idempotency-Key")
-        if not progress.done and (progress.first_chunk + progress.chunks, progress.revision) != (
-            next_chunk,
-            head.revision,
-        ):
+        left = (progress.first_chunk + progress.chunks, progress.revision, progress.cursor)
+        if not progress.done and left != (next_chunk, head.revision, cursor_hash(head.cursor)):
             raise _conflict("the session has moved on since this request was cut short", next_chunk, pending)
         return
     if request.expected_chunk is not None and request.expected_chunk > next_chunk and not head.rewinds:

@@ -5,7 +5,7 @@ first is checked.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
@@ -13,9 +13,10 @@ import torch
 
 from longtake.server.engine.errors import store_problems
 from longtake.server.engine.plan import pending_count
-from longtake.server.engine.replay import Replay
+from longtake.server.engine.replay import Replay, check_contents
 from longtake.server.engine.start import open_store
 from longtake.server.model.registry import UnknownModelError, load_model
+from longtake.server.model.state import StateLayoutError
 from longtake.server.model.world import ChunkOutput, State, WorldModel
 from longtake.server.settings import Settings, StartError
 from longtake.server.video.images import frames_digest
@@ -26,6 +27,7 @@ from longtake.state_cache import (
     BlobsMissing,
     ChunkNotFound,
     ChunkRecord,
+    DataDirectoryBusy,
     Head,
     SchemaError,
     SessionRecord,
@@ -39,7 +41,12 @@ from longtake.state_cache.branches import spans
 SESSION = -2
 """Where a finding belongs that is of no chunk."""
 
+Progress = Callable[[int, int], object]
+"""Hears how many chunks have been checked, and of how many."""
+
 _DAMAGE = (BlobCorrupt, BlobsMissing, ChunkNotFound, SchemaError)
+_IMPOSSIBLE = (ArithmeticError, AssertionError, LookupError, RuntimeError, StateLayoutError, TypeError, ValueError)
+"""What comes of contents that are as they were written, and could never be right."""
 
 
 @dataclass
@@ -89,21 +96,35 @@ def opened_for_verifying(settings: Settings, session_id: str, model: str | None)
         try:
             store = open_store(settings, stack)
             with store_problems():
-                name = model or store.read(session_id)[0].model
+                name = model or _made_by(store, session_id) or settings.model
             yield store, load_model(name, settings.device)
+        except DataDirectoryBusy as error:
+            way_out = "stop it first, or give the --state-url of a store that several may use"
+            raise StartError(f"{error}: {way_out}") from error
         except (StoreError, UnknownModelError) as error:
             raise StartError(str(error)) from error
 
 
-def verify(store: Store, model: WorldModel, session_id: str) -> Report:
+def _made_by(store: Store, session_id: str) -> str | None:
+    """The model of a session, if that can be read."""
+    try:
+        return store.read(session_id)[0].model
+    except SchemaError:
+        return None
+
+
+def verify(store: Store, model: WorldModel, session_id: str, progress: Progress = lambda *_: None) -> Report:
     """Check everything that a session holds, up to its present head.
 
     Raises `ProblemError` when there is no such session or the store fails.
     """
     with store_problems():
-        session, head, _ = store.read(session_id)
+        try:
+            session, head, _ = store.read(session_id)
+        except SchemaError as error:
+            return Report(problems=[f"session: it can not be read: {error}"])
         check = _Check(store, model, session, head)
-        check.run()
+        check.run(progress)
         return check.report(store.read(session_id)[1])
 
 
@@ -125,12 +146,13 @@ class _Check:
         self._exact_until: int | None = None
         self._elsewhere = 0
 
-    def run(self) -> None:
+    def run(self, progress: Progress) -> None:
         """Check it all."""
         self._check_head()
         self._open()
         snapshots = self._snapshots()
         for index in range(self._head.chunk + 1):
+            progress(index, self._head.chunk + 1)
             record = self._record(index)
             if record is not None and not record.expired:
                 self._check_chunk(record)
@@ -170,6 +192,8 @@ class _Check:
             self._problem(SESSION, f"the retention horizon {head.horizon} lies outside the log")
         if len(head.rewinds) != head.revision:
             self._problem(SESSION, f"revision {head.revision} does not match its {len(head.rewinds)} rewinds")
+        if (len(self._session.first_pose), len(self._session.intrinsics)) != (16, 4):
+            self._problem(SESSION, "its first pose and intrinsics are no camera")
         pending = pending_count(head.cursor)
         if (len(head.cursor.poses), len(head.cursor.intrinsics)) != (pending * 16 * 8, pending * 4 * 8):
             self._problem(SESSION, "its pending poses and intrinsics do not belong together")
@@ -183,11 +207,13 @@ class _Check:
             self._problem(SESSION, "it was made with other weights than this model's: nothing is replayed")
             return
         try:
-            self._replay = Replay(self._store, self._model, self._session)
-        except _DAMAGE:
+            replay = Replay(self._store, self._model, self._session)
+            self._state = replay.initial_state() if self._head.horizon == 0 else None
+            self._replay = replay
+        except (BlobCorrupt, BlobsMissing):
             return  # reported with the blobs
-        if self._head.horizon == 0:
-            self._state = self._replay.initial_state()
+        except (SchemaError, *_IMPOSSIBLE) as error:
+            self._problem(SESSION, f"nothing can be replayed: {error}")
 
     def _snapshots(self) -> dict[int, Arena]:
         try:
@@ -216,14 +242,22 @@ class _Check:
         self._fetch(record.index, "video", record.segment.blobs)
         if record.text is not None:
             self._fetch(record.index, "text", record.text.blobs)
+        try:
+            check_contents(record, self._session)
+        except SchemaError as error:
+            self._found.append((record.index, str(error)))
         self._elsewhere += record.fingerprint.numerics != self._model.numerics_fingerprint
-        if self._replay is not None:
+        # behind the horizon it is whole for the sake of a fork; what led there may be gone
+        if self._replay is not None and (self._state is not None or record.index >= self._head.horizon):
             self._replay_chunk(self._replay, record)
 
     def _replay_chunk(self, replay: Replay, record: ChunkRecord) -> None:
         try:
             output = None if self._state is None else replay.absorb(record, self._state, decode=True)
         except _DAMAGE:
+            output = None
+        except _IMPOSSIBLE as error:
+            self._problem(record.index, f"the model can not take it: {error}")
             output = None
         if output is None:
             if not self._stopped:

@@ -88,6 +88,8 @@ def chunk_view(session_id: str, record: ChunkRecord) -> Chunk:
         kind=record.kind,
         frame_start=next_frame(record.index, 0),
         frame_count=CHUNK_FRAMES,
+        seed=record.seed,
+        prompt=record.prompt,
         frames_digest=record.frames_digest,
         state_digest=record.state_digest,
         timings_ms=record.timings_ms,

@@ -20,6 +20,8 @@ class Workers:
     def __init__(self, queue_size: int, io_threads: int = 4) -> None:
         self._compute = ThreadPoolExecutor(1, "compute")
         self._io = ThreadPoolExecutor(io_threads, "io")
+        self._slow = ThreadPoolExecutor(2, "slow")
+        self._leases = ThreadPoolExecutor(1, "leases")
         self._pictures = ThreadPoolExecutor(1, "pictures")
         self._files = ThreadPoolExecutor(1, "files")
         self._places = queue_size
@@ -74,6 +76,14 @@ class Workers:
         """Run on one of the other threads."""
         return await _run(self._io, lambda: function(*args, **kwargs))
 
+    async def slow(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run on one of two threads for what may take long, so that no commit waits for it."""
+        return await _run(self._slow, lambda: function(*args, **kwargs))
+
+    async def lease(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run on the thread that renews leases, which has nothing else to do."""
+        return await _run(self._leases, lambda: function(*args, **kwargs))
+
     async def read_picture(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run on the thread that decodes first frames: one at a time, since pictures are large."""
         return await _run(self._pictures, lambda: function(*args, **kwargs))
@@ -94,6 +104,8 @@ class Workers:
         self.drain()
         self._compute.shutdown()
         self._io.shutdown()
+        self._slow.shutdown()
+        self._leases.shutdown()
         self._pictures.shutdown()
         self._files.shutdown()
 

@@ -12,6 +12,7 @@ from faults.players import Take
 from faults.test_commit_steps import begun
 from faults.truth import Move, path
 from longtake.state_cache import SCHEMA, BlobRef, RedisStore
+from longtake.state_cache.records import seal, unseal
 
 Damage = Callable[[redis.Redis, bytes], None]
 
@@ -128,30 +129,46 @@ def _post(world: World, take: Take) -> Answer:
 Change = Callable[[bytes], bytes]
 
 
+def _signed(change: Change) -> Change:
+    """Another body with the checksum that belongs to it."""
+    return lambda data: seal(change(unseal(data, "the record")))
+
+
 def _field(**fields: object) -> Change:
-    return lambda data: msgspec.msgpack.encode({**msgspec.msgpack.decode(data), **fields})
+    return _signed(lambda body: msgspec.msgpack.encode({**msgspec.msgpack.decode(body), **fields}))
 
 
 def _arena(**fields: object) -> Change:
     """One tensor of an arena with other fields."""
 
-    def change(data: bytes) -> bytes:
-        arena = msgspec.msgpack.decode(data)
+    def change(body: bytes) -> bytes:
+        arena = msgspec.msgpack.decode(body)
         arena["tensors"][0] |= fields
         return msgspec.msgpack.encode(arena)
 
-    return change
+    return _signed(change)
+
+
+def _crowded(body: bytes) -> bytes:
+    arena = msgspec.msgpack.decode(body)
+    return msgspec.msgpack.encode({**arena, "tensors": [arena["tensors"][0]] * 1_000_000})
+
+
+def _one_bit(data: bytes) -> bytes:
+    """In the middle, where numbers lie that any schema allows."""
+    middle = len(data) // 2
+    return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
 
 
 MANIFESTS: dict[str, Change] = {
-    "not msgpack": lambda data: b"\xc1" + data,
+    "one bit": _one_bit,
+    "not msgpack": _signed(lambda body: b"\xc1" + body),
     "cut": lambda data: data[: len(data) // 2],
-    "nested": lambda _: b"\x91" * 100_000,
+    "cut and signed": _signed(lambda body: body[: len(body) // 2]),
+    "nested": _signed(lambda _: b"\x91" * 100_000),
     "newer schema": _field(schema=SCHEMA + 1),
     "no schema": _field(schema="x"),
-    "a million entries": lambda data: _field(
-        tensors=[msgspec.msgpack.decode(data)["tensors"][0]] * 1_000_000,
-    )(data),
+    "a million entries": _signed(_crowded),
     "negative size": _arena(start=-8),
     "overflowing shape": _arena(shape=[2**62, 2**62]),
     "negative shape": _arena(shape=[-1, 4]),
@@ -176,7 +193,7 @@ def test_a_damaged_snapshot_record(world: World, kind: str) -> None:
     assert not world.cluster.findings.found, world.cluster.findings.found
 
 
-@pytest.mark.parametrize("kind", ["not msgpack", "cut", "nested", "newer schema", "no schema"])
+@pytest.mark.parametrize("kind", ["one bit", "not msgpack", "cut", "nested", "newer schema", "no schema"])
 @pytest.mark.parametrize("where", ["session", "cursor", "chunk"])
 def test_a_damaged_record(world: World, where: str, kind: str) -> None:
     """Fault 20 and design (record of a newer schema): refused by name wherever it is needed, never guessed at; sessions
@@ -203,6 +220,37 @@ def test_a_damaged_record(world: World, where: str, kind: str) -> None:
     assert other.id in {each["id"] for each in listed.json["data"]}
     world.player.advance(other)
     assert not world.cluster.findings.found, world.cluster.findings.found
+    assert world.cluster.send(replica, "DELETE", take.path).status == 204
+    assert world.cluster.send(replica, "GET", take.path).status == 404
+
+
+PENDING = 13
+
+
+@pytest.mark.parametrize("change", ["controller", "pending poses", "a record gone"])
+def test_no_other_frames_are_committed(world: World, change: str) -> None:
+    """One flipped bit in what the next chunk is made from, and a record that is gone: refused, never made up."""
+    take = long_take(world)
+    world.player.advance(take, Move(poses=path(PENDING, take.truth.next_frame)), "application/json")
+    raw = world.store.raw
+    (head,), (log,) = raw.keys(f"*:h:{take.id}"), raw.keys(f"*:c:{take.id}*")
+    if change == "a record gone":
+        raw.hdel(log, "1")
+        for key in raw.keys("*:n:*"):
+            raw.delete(key)
+    else:
+        cursor = bytearray(raw.hget(head, "cursor"))
+        where = cursor.index(b"controller") + 30 if change == "controller" else cursor.index(b"poses") + 60
+        cursor[where] ^= 1
+        raw.hset(head, "cursor", bytes(cursor))
+    forget_states(world)
+    answer = _post(world, take)
+    assert (answer.status, answer.code) == (500, "state_corrupt"), answer.content
+    replica = world.cluster.replicas[0]
+    if change == "a record gone":
+        for part in ("video", "chunks", "chunks/1"):
+            answer = world.cluster.send(replica, "GET", f"{take.path}/{part}")
+            assert (answer.status, answer.code) == (500, "state_corrupt"), answer.content
 
 
 def test_other_weights(world: World) -> None:
