@@ -24,6 +24,8 @@ serve: $(VENV)/.run  ## serve on http://127.0.0.1:8000
 bench: $(VENV)/.dev  ## measure; rows go to benchmarks/RESULTS.md
 	@$(BIN)/python -m benchmarks.overhead --record
 	@$(BIN)/python -m benchmarks.serving --record
+	@$(BIN)/python -m benchmarks.state --record
+	@$(BIN)/python -m benchmarks.resume --record
 
 faults: $(VENV)/.dev  ## half an hour of random faults, or LONGTAKE_FAULT_MINUTES; seeds are printed
 	@LONGTAKE_FAULT_MINUTES=$${LONGTAKE_FAULT_MINUTES:-30} $(BIN)/pytest tests/faults

@@ -18,7 +18,6 @@ from longtake.state_cache.embedded import DataDirectoryBusy, EmbeddedServer, Ser
 from longtake.state_cache.errors import (
     BlobCorrupt,
     BlobsMissing,
-    ChunkExpired,
     ChunkNotFound,
     Fenced,
     HeadConflict,
@@ -68,7 +67,6 @@ __all__ = [
     "BlobCorrupt",
     "BlobRef",
     "BlobsMissing",
-    "ChunkExpired",
     "ChunkNotFound",
     "ChunkRecord",
     "Collected",

@@ -49,10 +49,6 @@ class HeadConflict(StoreError):
         self.revision = revision
 
 
-class ChunkExpired(StoreError):
-    """The chunk lies behind the retention horizon."""
-
-
 class KeyReused(StoreError):
     """The idempotency key belongs to a request with another fingerprint."""
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 from take_fixtures import OtherNumerics, Take, begin_take, drift, resumed
 
 from longtake.api_schemas.problems import ProblemError
@@ -86,6 +87,10 @@ def overwrite(store: MemoryStore, take: Take, at: int, **changes: object) -> Non
     branch.records[at] = encode(msgspec.structs.replace(take.store.chunk(take.id, at), **changes))
 
 
+def change_session(store: MemoryStore, take: Take, **changes: object) -> None:
+    store._sessions[take.id].record = encode(msgspec.structs.replace(take.session, **changes))
+
+
 def test_a_sound_session_passes(take: Take) -> None:
     report = checked(take)
     assert (report.problems, report.notes) == ([], [])
@@ -151,11 +156,48 @@ DAMAGE: dict[str, tuple[Callable[[MemoryStore, Take], None], list[str]]] = {
     ),
     "no latents": (
         lambda store, take: overwrite(store, take, 2, latents=Arena((), ())),
-        ["chunk 2: it can not be replayed"],
+        ["chunk 2: its record holds no latents", "chunk 2: it can not be replayed"],
+    ),
+    "latents of another shape": (
+        lambda store, take: overwrite(
+            store, take, 2, latents=save_tensors(take.store, take.id, {"latents": torch.zeros(1, 16, 3, 2, 2)})
+        ),
+        ["chunk 2: its record holds latents of another shape", "chunk 2: it can not be replayed"],
+    ),
+    "text of another width": (
+        lambda store, take: overwrite(
+            store,
+            take,
+            2,
+            text=save_tensors(take.store, take.id, {"text": torch.zeros(1, 2, 3), "text_mask": torch.ones(1, 2)}),
+        ),
+        ["chunk 2: the model can not take it", "chunk 2: it can not be replayed"],
+    ),
+    "poses of an odd length": (
+        lambda store, take: overwrite(store, take, 2, poses=bytes(24 * 16 * 8 - 1)),
+        ["chunk 2: its record holds other than 24 poses and intrinsics", "chunk 2: it can not be replayed"],
+    ),
+    "intrinsics of an odd length": (
+        lambda store, take: overwrite(store, take, 2, intrinsics=bytes(5)),
+        ["chunk 2: its record holds other than 24 poses and intrinsics", "chunk 2: it can not be replayed"],
+    ),
+    "a short first pose": (
+        lambda store, take: change_session(store, take, first_pose=[1.0]),
+        ["session: its first pose and intrinsics are no camera", "session: nothing can be replayed"],
+    ),
+    "no picture": (
+        lambda store, take: change_session(store, take, source_size=(0, 0)),
+        ["session: nothing can be replayed: "],
+    ),
+    "constants of another model": (
+        lambda store, take: change_session(
+            store, take, conditions=save_tensors(take.store, take.id, {"first": torch.zeros(3)})
+        ),
+        ["session: nothing can be replayed: ", *[f"chunk {i}: its record holds latents of an" for i in range(CHUNKS)]],
     ),
     "record gone": (
         lambda store, take: store._log.branches[f"{take.id}:1"].records.pop(2) and None,
-        ["chunk 2: its record can not be read", "chunk 3: it can not be replayed"],
+        ["chunk 2: its record can not be read: log record 2 is missing", "chunk 3: it can not be replayed"],
     ),
     "record damaged": (
         lambda store, take: store._log.branches[f"{take.id}:1"].records.update({2: b"nothing"}),
@@ -163,7 +205,7 @@ DAMAGE: dict[str, tuple[Callable[[MemoryStore, Take], None], list[str]]] = {
     ),
     "record of another chunk": (
         lambda store, take: overwrite(store, take, 4, index=3),
-        ["chunk 4: its record is that of chunk 3"],
+        ["chunk 4: its record can not be read: log record 4 is that of chunk 3"],
     ),
     "expired too early": (
         lambda store, take: overwrite(store, take, 2, expired=True),
@@ -296,6 +338,13 @@ def test_what_is_written_meanwhile_is_left_alone(take: Take, store: MemoryStore,
     assert take.head.horizon == 2
 
 
+@pytest.mark.parametrize("record", [b"nothing", None])
+def test_a_session_record_that_can_not_be_read(take: Take, store: MemoryStore, record: bytes | None) -> None:
+    store._sessions[take.id].record = record  # type: ignore[assignment]
+    (problem,) = checked(take).problems
+    assert problem.startswith("session: it can not be read: SessionRecord is ")
+
+
 def test_no_such_session(model: WorldModel) -> None:
     with pytest.raises(ProblemError) as refused:
         verify(MemoryStore(), model, new_session_id())
@@ -325,6 +374,10 @@ def test_the_command_on_a_server_by_url(redis_server: str, model: WorldModel) ->
     assert status == 1
     assert "chunk 1: video: blob" in said
     assert said.endswith("problems: 1\n")
+    store._client.run("DEL", store._keys(take.id).session)
+    status, said = run(take.id, "--state-url", redis_server)
+    assert status == 1
+    assert said.startswith("session: it can not be read: SessionRecord is missing\n")
     store.close()
 
 

@@ -8,7 +8,6 @@ from longtake.api_schemas.problems import ProblemError
 from longtake.state_cache import (
     BlobCorrupt,
     BlobsMissing,
-    ChunkExpired,
     ChunkNotFound,
     Fenced,
     HeadConflict,
@@ -32,8 +31,6 @@ def store_problems() -> Iterator[None]:
         raise ProblemError("session_not_found", "there is no such session", "session_id") from error
     except ChunkNotFound as error:
         raise ProblemError("chunk_not_found", "the session has no such chunk", "index") from error
-    except ChunkExpired as error:
-        raise ProblemError("chunk_expired", "the chunk lies behind the session's retention horizon", "index") from error
     except LeaseHeld as error:
         raise _session_busy(error) from error
     except Fenced as error:

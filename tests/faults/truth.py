@@ -66,14 +66,10 @@ class Move:
 
 @dataclass(frozen=True)
 class Truth:
-    """A session as it must stand. Nothing is changed in place: what a request would lead to is another truth.
-
-    `begins` are the prompt and the seed that it goes back to when everything is rewound.
-    """
+    """A session as it must stand. Nothing is changed in place: what a request would lead to is another truth."""
 
     prompt: str
     seed: int
-    begins: tuple[str, int]
     log: tuple[Made, ...] = ()
     pending: tuple[NDArray[np.float64], ...] = ()
     controller: Controller = field(default_factory=Controller.start)
@@ -83,7 +79,7 @@ class Truth:
     @classmethod
     def begun(cls, prompt: str, seed: int, model: ToyModel | None = None) -> "Truth":
         """A new session."""
-        return cls(prompt, seed, (prompt, seed), model=model or ToyModel())
+        return cls(prompt, seed, model=model or ToyModel())
 
     @property
     def next_chunk(self) -> int:
@@ -137,8 +133,7 @@ class Truth:
 
     def forked(self, last: int, seed: int | None) -> "Truth":
         """A fork that shares the chunks up to `last`."""
-        child = self._at(last, seed)
-        return replace(child, revision=0, begins=(self.begins[0], child.seed))
+        return replace(self._at(last, seed), revision=0)
 
     def rewound(self, last: int, seed: int | None) -> "Truth":
         """After a rewind that kept the chunks up to `last`."""
@@ -150,11 +145,10 @@ class Truth:
 
     def _at(self, last: int, seed: int | None) -> "Truth":
         log = self.log[: last + 1]
-        prompt, kept = self.begins
-        if last == len(self.log) - 1:
-            prompt, kept = self.prompt, self.seed
-        elif log:
-            prompt, kept = log[-1].prompt, log[-1].seed
+        prompt, kept = self.prompt, self.seed
+        if last < len(self.log) - 1:  # those of the chunk; in front of all of them, those that chunk 0 was made with
+            made = self.log[max(last, 0)]
+            prompt, kept = made.prompt, made.seed
         controller = log[-1].controller if log else Controller.start()
         return replace(
             self, log=log, pending=(), controller=controller, prompt=prompt, seed=kept if seed is None else seed
