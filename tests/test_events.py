@@ -127,6 +127,18 @@ async def test_the_id_of_the_greeting_is_where_one_stands(events: Events, sessio
         assert (await line.next()).what == ("chunk", 2)
 
 
+async def test_a_record_that_is_gone_is_told_and_not_passed_over(events: Events, session: Take) -> None:
+    session.write(3)
+    records = session.store._log.branches[f"{session.id}:0"].records
+    gone = records.pop(1)
+    async with listening(events, session.id, "0--1") as line:
+        event = await line.next()
+        assert (event.name, event.data) == ("error", {"code": "state_corrupt"})
+        records[1] = gone
+        events.moved(session.id)
+        assert [each.what for each in await line.take(3)] == [("chunk", 0), ("chunk", 1), ("chunk", 2)]
+
+
 async def test_a_session_is_told_from_its_first_chunk(events: Events, session: Take) -> None:
     session.write(2)
     async with listening(events, session.id, "0--1") as line:

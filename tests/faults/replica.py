@@ -47,16 +47,23 @@ class Replica:
     zygote: "Zygote" = field(repr=False)
     disturbed: int = 0
     status: int | None = None
+    _ending: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @property
     def alive(self) -> bool:
         """Whether the process is there, frozen or not."""
-        return self.status is None and not select.select([self.pidfd], [], [], 0)[0]
+        try:
+            return self.status is None and not select.select([self.pidfd], [], [], 0)[0]
+        except (OSError, ValueError):  # another thread has just seen its end
+            return False
 
     @property
     def frozen(self) -> bool:
         """Whether a SIGSTOP holds it."""
-        return self.alive and Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+        try:
+            return self.alive and Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+        except OSError:
+            return False
 
     def kill(self) -> int:
         """SIGKILL, and wait; returns the exit status as a shell would."""
@@ -79,13 +86,14 @@ class Replica:
 
     def wait(self, patience: float = 15.0) -> int:
         """Until it has ended by itself; returns the exit status as a shell would. Raises `TimeoutError`."""
-        if self.status is None:
-            if not select.select([self.pidfd], [], [], patience)[0]:
-                raise TimeoutError(f"replica {self.pid} does not end: {self.last_words()}")
-            self.disturbed += 1
-            self.status = self.zygote.reap(self.pid)
-            os.close(self.pidfd)
-        return self.status
+        with self._ending:
+            if self.status is None:
+                if not select.select([self.pidfd], [], [], patience)[0]:
+                    raise TimeoutError(f"replica {self.pid} does not end: {self.last_words()}")
+                self.disturbed += 1
+                self.status = self.zygote.reap(self.pid)
+                os.close(self.pidfd)
+            return self.status
 
     def wait_frozen(self, patience: float = 15.0) -> None:
         """Until a failpoint has frozen it. Raises `TimeoutError`."""

@@ -16,7 +16,7 @@ STEPS = (
     ("toy.compute", 1),
     ("toy.compute", 3),
     ("put.middle", 1),
-    ("put.middle", 4),
+    ("put.middle", 3),
     ("commit.before", 1),
     ("commit.before", 2),
     ("commit.before", 3),
