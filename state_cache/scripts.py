@@ -113,7 +113,7 @@ class Keys:
 
     @property
     def names(self) -> list[str]:
-        """In the order of prelude.lua."""
+        """In the order of lua/prelude.lua."""
         return [
             self.session,
             self.head,
@@ -126,10 +126,10 @@ class Keys:
 
 
 class SessionScript:
-    """One of the scripts beside this file. Those that free memory also run when the server has none left."""
+    """One of the scripts in `lua`. Those that free memory also run when the server has none left."""
 
     def __init__(self, client: Client, name: str) -> None:
-        folder = resources.files("longtake.state_cache")
+        folder = resources.files("longtake.state_cache") / "lua"
         flags = " flags=allow-oom" if name in _FREEING else ""
         body = "\n".join((folder / file).read_text("utf-8") for file in ("prelude.lua", f"{name}.lua"))
         self._script = client.script(f"#!lua{flags}\n{body}")

@@ -53,7 +53,7 @@ MUTANTS = (
     Mutant(
         "neither fence nor compare of the head",
         "zombie",
-        "state_cache/commit.lua",
+        "state_cache/lua/commit.lua",
         "if is_fenced(ARGV[2], ARGV[3]) then return {'FENCED'} end\n"
         "refusal = head_refusal(ARGV[4], ARGV[5])\nif refusal then return refusal end\n",
         "",
@@ -82,7 +82,7 @@ MUTANTS = (
     Mutant(
         "a lease never lapses",
         "dead_holder",
-        "state_cache/acquire.lua",
+        "state_cache/lua/acquire.lua",
         "if other and lease > now then",
         "if other and lease > 0 then",
     ),
@@ -92,14 +92,14 @@ MUTANTS = (
     Mutant(
         "a lease keeps nobody out",
         "long_chunk",
-        "state_cache/acquire.lua",
+        "state_cache/lua/acquire.lua",
         "if other and lease > now then",
         "if false then",
     ),
     Mutant(
         "a rewind does not raise the revision",
         "rewinds",
-        "state_cache/rewind.lua",
+        "state_cache/lua/rewind.lua",
         "redis.call('HINCRBY', head, 'revision', 1)\n",
         "",
     ),
@@ -120,7 +120,7 @@ MUTANTS = (
     Mutant(
         "a key is forgotten with its commit",
         "power_cuts",
-        "state_cache/commit.lua",
+        "state_cache/lua/commit.lua",
         "if key ~= '' then redis.call('HSET', requests, key, ARGV[12]) end\n",
         "",
     ),
