@@ -55,6 +55,15 @@ def test_every_command_explains_itself(command: str) -> None:
     assert "Usage:" in result.output
 
 
+@pytest.mark.parametrize("page", ["docs/durability.md", "tests/faults/README.md"])
+def test_every_test_that_a_page_names_exists(page: str) -> None:
+    source = "".join(file.read_text() for file in (DOCS.parent / "tests").rglob("test_*.py"))
+    files = {file.stem for file in (DOCS.parent / "tests").rglob("test_*.py")}
+    named = set(re.findall(r"\btest_\w+", (DOCS.parent / page).read_text()))
+    assert len(named) > 20
+    assert {name for name in named - files if f"def {name}(" not in source} == set()
+
+
 def test_links_between_documents_lead_somewhere() -> None:
     for page in [DOCS.parent / "README.md", *DOCS.glob("*.md")]:
         for link in re.findall(r"\]\((?!https?://)([^)#]+)", page.read_text()):
