@@ -5,6 +5,7 @@ from redis.sentinel import MasterNotFoundError
 
 from longtake.state_cache.errors import StoreError, StoreFull, StoreUnavailable, StoreUnsuitable
 
+_DENIED = (StoreUnavailable, "the store's user may not run a command or touch a key that is needed")
 _MEANINGS: dict[str, tuple[type[StoreError], str]] = {
     "OOM": (StoreFull, "the store has no memory left"),
     "LOADING": (StoreUnavailable, "the store is still loading its data"),
@@ -16,12 +17,14 @@ _MEANINGS: dict[str, tuple[type[StoreError], str]] = {
     "CLUSTERDOWN": (StoreUnavailable, "the store's cluster is down"),
     "NOAUTH": (StoreUnavailable, "the store asks for a password"),
     "WRONGPASS": (StoreUnavailable, "the store refused the user name or password"),
-    "NOPERM": (StoreUnavailable, "the store's user may not run a command or touch a key that is needed"),
+    "NOPERM": _DENIED,
 }
 _TEXTS: dict[str, tuple[type[StoreError], str]] = {
     "unknown command": (StoreUnsuitable, "the server does not know a command: Redis 7 or newer or Valkey is needed"),
     "max number of clients": (StoreUnavailable, "the store takes no more connections"),
     "No connection available": (StoreUnavailable, "every connection to the store is in use"),
+    "ACL failure in script": _DENIED,
+    "The user executing the script": _DENIED,
     "without any password configured": (StoreUnavailable, "a password was given, but the store has none"),
 }
 

@@ -297,4 +297,6 @@ async def _finished(committing: asyncio.Task[Published]) -> Published:
         return await asyncio.shield(committing)
     except asyncio.CancelledError:
         await asyncio.wait([committing])
+        if not committing.cancelled():
+            committing.exception()  # looked at here: the request has ended, and nobody else does
         raise

@@ -149,7 +149,7 @@ def _blob_bytes(world: World) -> int:
 
 
 def test_bytes_stop_growing_behind_the_horizon(make_world: MakeWorld) -> None:
-    """Design §5: with `LONGTAKE_RETAIN_CHUNKS` the oldest chunks expire (410 `chunk_expired`, digests stay), what
+    """With `LONGTAKE_RETAIN_CHUNKS` the oldest chunks expire (410 `chunk_expired`, digests stay), what
     remains can be replayed, and blobs stop growing."""
     world = make_world(LONGTAKE_RETAIN_CHUNKS="8", LONGTAKE_SNAPSHOT_EVERY="3")
     take = begun(world)

@@ -149,7 +149,7 @@ def test_a_device_without_memory(make_world: MakeWorld, chunk: int) -> None:
 
 
 def test_the_same_key_while_it_runs(make_world: MakeWorld) -> None:
-    """Design §10 (duplicate POST, in flight and later): the first attempt still runs: 409 `in_progress`, later its
+    """Duplicate POST, in flight and later: the first attempt still runs: 409 `in_progress`, later its
     answer."""
     world = make_world(TOY_DELAY_S="0.5")
     take, replica = begun(world), world.cluster.replicas[0]

@@ -58,7 +58,7 @@ def test_a_zombie_can_not_attach_its_snapshot(world: World) -> None:
 
 
 def test_a_chunk_that_takes_longer_than_a_lease(make_world: MakeWorld) -> None:
-    """Design §10 (a lease expiring during a chunk): the lease is renewed while its holder works, so nobody else gets
+    """A lease expiring during a chunk: the lease is renewed while its holder works, so nobody else gets
     in."""
     world = make_world(TOY_DELAY_S="2.5", LONGTAKE_REPLICA_ADDRESS="http://here")
     take = world.player.create()

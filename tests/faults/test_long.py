@@ -45,7 +45,7 @@ def post(world: World, place: int, take: Take, chunks: int) -> None:
 
 
 def test_a_thousand_chunks(make_world: MakeWorld) -> None:
-    """Design §10 (1,000 chunks in one session) and fault 40: two servers with a client hopping between them, retention
+    """Fault 40, 1,000 chunks in one session: two servers with a client hopping between them, retention
     on: memory, descriptors and threads flat, the time of a chunk as at the beginning."""
     world = make_world(proxied=False, LONGTAKE_RETAIN_CHUNKS="64", LONGTAKE_DEVICE_STATE_BYTES="1000000")
     take = world.player.create()
@@ -69,7 +69,7 @@ def test_a_thousand_chunks(make_world: MakeWorld) -> None:
 
 
 def test_a_thousand_sessions(make_world: MakeWorld) -> None:
-    """Design §10 (1,000 sessions) and fault 40: each begun, advanced on one server, gone on with on the other: memory,
+    """Fault 40, 1,000 sessions: each begun, advanced on one server, gone on with on the other: memory,
     descriptors and threads flat, every state the right one."""
     world = make_world(proxied=False, LONGTAKE_DEVICE_STATE_BYTES="200000", LONGTAKE_HOST_STATE_BYTES="200000")
     takes: list[Take] = []
