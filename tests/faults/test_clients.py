@@ -49,7 +49,7 @@ def free_places(world: World, place: int) -> int:
 @pytest.mark.parametrize("accept", ["application/json", "video/mp4"])
 @pytest.mark.parametrize("when", ["queued", "denoising", "streaming"])
 def test_a_client_that_leaves(make_world: MakeWorld, when: str, accept: str) -> None:
-    """Fault 27 and design (client gone while queued, denoising, streaming): its place is free within a second, the
+    """Fault 27 (client gone while queued, denoising, streaming): its place is free within a second, the
     state is the last committed one, the retry goes on from there."""
     world = make_world(TOY_DELAY_S="0.2")
     take, blocker = begun(world), world.player.create()
@@ -80,7 +80,7 @@ def test_a_client_that_leaves(make_world: MakeWorld, when: str, accept: str) -> 
 
 
 def test_a_slow_reader(make_world: MakeWorld) -> None:
-    """Fault 28 and design (slow reader): a client that reads a byte now and then holds up nobody, and what the server
+    """Fault 28 (slow reader): a client that reads a byte now and then holds up nobody, and what the server
     keeps for it is bounded; a half-open connection neither."""
     world = make_world()
     take, other = begun(world), world.player.create()
@@ -131,7 +131,7 @@ def test_a_body_that_ends_early(world: World) -> None:
 
 @pytest.mark.parametrize("chunk", [1, 2])
 def test_a_device_without_memory(make_world: MakeWorld, chunk: int) -> None:
-    """Fault 39 and design (GPU out of memory): the request fails with a problem that says how far it came; the retry
+    """Fault 39 (GPU out of memory): the request fails with a problem that says how far it came; the retry
     goes on from the last commit, the same bits."""
     world = make_world()
     take = begun(world)

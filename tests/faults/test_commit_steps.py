@@ -57,7 +57,7 @@ def hurt(world: World, place: int, failpoints: str, call: Callable[[], object], 
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["restarted", "other replica"])
 @pytest.mark.parametrize(("step", "hit"), STEPS)
 def test_power_cut_at_a_step_of_a_commit(make_world: MakeWorld, step: str, hit: int, elsewhere: bool) -> None:
-    """Faults 1, 2, 3 and design (before blobs, between blobs and commit, after commit before the reply): kill -9 there,
+    """Faults 1, 2, 3 (before blobs, between blobs and commit, after commit before the reply): kill -9 there,
     retry with the same key on the same or another replica: the same chunk, nothing lost, nothing twice."""
     world = make_world(TOY_STATE_BYTES=BIG_STATE)
     take = begun(world)
@@ -228,7 +228,7 @@ def blobs_of(store: RedisStore, session_id: str) -> set[str]:
 
 @pytest.mark.parametrize("where", ["commit.before", "put.middle", "toy.compute"])
 def test_sigterm_during_a_commit(make_world: MakeWorld, where: str) -> None:
-    """Fault 37 and design (drain): SIGTERM during commit or upload: the commit under way is finished, the lease given
+    """Fault 37 (drain): SIGTERM during commit or upload: the commit under way is finished, the lease given
     up, the next replica takes over within a second."""
     world = make_world(TOY_STATE_BYTES=BIG_STATE, LONGTAKE_LEASE_S="30")
     take = begun(world)

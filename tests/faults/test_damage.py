@@ -61,7 +61,7 @@ def forget_states(world: World) -> None:
 
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_a_damaged_snapshot(world: World, kind: str) -> None:
-    """Fault 19 and design (truncated or flipped blob): a snapshot's blob is truncated, flipped, deleted, swapped: the
+    """Fault 19 (truncated or flipped blob): a snapshot's blob is truncated, flipped, deleted, swapped: the
     server falls back to an older one and the log, and goes on with the same bits."""
     take = long_take(world)
     books = world.cluster.store(world.store.url)
@@ -196,7 +196,7 @@ def test_a_damaged_snapshot_record(world: World, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["one bit", "not msgpack", "cut", "nested", "newer schema", "no schema"])
 @pytest.mark.parametrize("where", ["session", "cursor", "chunk"])
 def test_a_damaged_record(world: World, where: str, kind: str) -> None:
-    """Fault 20 and design (record of a newer schema): refused by name wherever it is needed, never guessed at; sessions
+    """Fault 20 (record of a newer schema): refused by name wherever it is needed, never guessed at; sessions
     beside it are served."""
     take, other = long_take(world), world.player.create()
     world.player.takes.append(other)
@@ -254,7 +254,7 @@ def test_no_other_frames_are_committed(world: World, change: str) -> None:
 
 
 def test_other_weights(world: World) -> None:
-    """Fault 21 and design (other weights): a session of another checkpoint is readable, not advanceable: 409
+    """Fault 21 (other weights): a session of another checkpoint is readable, not advanceable: 409
     `model_mismatch`, the state untouched."""
     take = long_take(world)
     world.cluster.restart(0, TOY_WEIGHTS="others")

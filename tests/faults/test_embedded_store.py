@@ -54,7 +54,7 @@ def embedded(zygote: Zygote, tmp_path: Path) -> Iterator[Embedded]:
 
 
 def test_kill_the_server_of_an_embedded_store(embedded: Embedded) -> None:
-    """Fault 38 and design (kill -9 of the server): its store ends with it, and the next server has everything."""
+    """Fault 38 (kill -9 of the server): its store ends with it, and the next server has everything."""
     for _ in range(3):
         store = embedded.store_pid()
         embedded.cluster.replicas[0].kill()

@@ -15,7 +15,7 @@ OWN = ("session_fenced", "session_busy", "chunk_conflict")
 
 @pytest.mark.parametrize("step", ["commit.before", "toy.compute", "put.middle", "reply.before"])
 def test_a_replica_frozen_past_its_lease(world: World, step: str) -> None:
-    """Fault 7 and design (a lease expiring during a chunk): SIGSTOP of a replica past its lease, then SIGCONT: its
+    """Fault 7 (a lease expiring during a chunk): SIGSTOP of a replica past its lease, then SIGCONT: its
     commit is fenced, the client gets 409, nothing changes."""
     take = begun(world)
     zombie = world.cluster.restart(0, f"{step}=stop")
@@ -101,7 +101,7 @@ def test_two_replicas_and_one_key_at_once(world: World) -> None:
 
 
 def test_two_clients_and_one_position(world: World) -> None:
-    """Fault 9 and design (two replicas racing for a session): different keys, same `expected_chunk`: one 201, one
+    """Fault 9 (two replicas racing for a session): different keys, same `expected_chunk`: one 201, one
     409."""
     take = begun(world)
     world.player.advance(take, Move(pad=True), "application/json")
@@ -125,7 +125,7 @@ def test_two_clients_and_one_position(world: World) -> None:
 
 
 def test_a_hundred_duplicates(make_world: MakeWorld) -> None:
-    """Fault 10 and design (duplicate POST): ×100 in parallel under one key: one step of the model, one answer."""
+    """Fault 10 (duplicate POST): ×100 in parallel under one key: one step of the model, one answer."""
     world = make_world(TOY_DELAY_S="0.05", LONGTAKE_QUEUE_SIZE="64")
     take = begun(world)
     move = Move(poses=path(24, 37))
@@ -168,7 +168,7 @@ def test_one_key_for_two_requests(world: World) -> None:
 
 @pytest.mark.parametrize("hours", [-1, 1])
 def test_a_replica_whose_clock_is_wrong(make_world: MakeWorld, hours: int) -> None:
-    """Fault 22 and design (clock skew): ±1 h on a replica: leases by the store's clock stay safe, nothing expires
+    """Fault 22 (clock skew): ±1 h on a replica: leases by the store's clock stay safe, nothing expires
     early."""
     world = make_world()
     world.cluster.restart(0, TOY_CLOCK_SKEW_S=str(3600 * hours))

@@ -43,7 +43,7 @@ def _work(player: Player, over: threading.Event) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_kill_the_store_under_load(make_world: MakeWorld, kind: str) -> None:
-    """Fault 4 and design (kill -9 of Redis, AOF always): ×20 under load: everything acknowledged is there, 503 while
+    """Fault 4 (kill -9 of Redis, AOF always): ×20 under load: everything acknowledged is there, 503 while
     down, no replica is restarted."""
     world = make_world(kind=kind)
     players = [world.another() for _ in range(3)]
@@ -60,7 +60,7 @@ def test_kill_the_store_under_load(make_world: MakeWorld, kind: str) -> None:
 
 
 def test_a_store_that_writes_every_second_loses_and_says_so(make_world: MakeWorld) -> None:
-    """Fault 5 and design (AOF everysec): the server calls its durability `relaxed`; what a crash loses is reported as
+    """Fault 5 (AOF everysec): the server calls its durability `relaxed`; what a crash loses is reported as
     `state_rolled_back`, and never replaced by a silent fork."""
     world = make_world(kind="redis", fsync="everysec")
     replica = world.cluster.replicas[0]
@@ -101,7 +101,7 @@ def test_a_store_frozen_for_a_moment(make_world: MakeWorld, kind: str) -> None:
 
 
 def test_a_store_frozen_for_long(world: World) -> None:
-    """Fault 6 and design (SIGSTOP of Redis): longer than the time-out: 503 within the deadline, /readyz red, no pile of
+    """Fault 6 (SIGSTOP of Redis): longer than the time-out: 503 within the deadline, /readyz red, no pile of
     requests or threads, no double apply once it goes on, no restart."""
     take = begun(world)
     replica, move = world.cluster.replicas[0], Move(poses=path(24, 37))
@@ -170,7 +170,7 @@ def test_a_swallowed_reply(make_world: MakeWorld, kind: str, mark: bytes) -> Non
 @pytest.mark.parametrize("count", [0, 1, 40, 100_000])
 @pytest.mark.parametrize("way", ["up", "down"])
 def test_a_connection_cut_in_the_middle_of_a_value(make_world: MakeWorld, way: str, count: int) -> None:
-    """Fault 13 and design (connection cut mid-value): after N bytes of a blob's SET, or of the answer to a GET: not
+    """Fault 13 (connection cut mid-value): after N bytes of a blob's SET, or of the answer to a GET: not
     applied, or read again on a new connection; a short blob is never taken for a whole one."""
     world = make_world(TOY_STATE_BYTES=str(2 * 2**20))
     take = begun(world)
@@ -208,7 +208,7 @@ def test_a_partition_between_a_replica_and_the_store(world: World) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_store_without_memory_left(make_world: MakeWorld, kind: str) -> None:
-    """Fault 15 and design (Redis at maxmemory): reached mid-upload: 507 `store_full`, head intact; deleting makes room
+    """Fault 15 (Redis at maxmemory): reached mid-upload: 507 `store_full`, head intact; deleting makes room
     and so does a larger limit; then the retry succeeds."""
     world = make_world(kind=kind, TOY_STATE_BYTES=str(2 * 2**20))
     take = begun(world)
@@ -232,7 +232,7 @@ def test_a_store_without_memory_left(make_world: MakeWorld, kind: str) -> None:
 
 @pytest.mark.parametrize("fsync", ["always", "everysec"])
 def test_a_full_disk(make_world: MakeWorld, tmp_path: Path, fsync: str) -> None:
-    """Fault 17 and design (disk full): under the AOF, both ways of syncing: 503 or 507 with a reason; with room again,
+    """Fault 17 (disk full): under the AOF, both ways of syncing: 503 or 507 with a reason; with room again,
     everything acknowledged is there."""
     with small_disk(tmp_path / "disk", 24) as disk:
         world = make_world(kind="redis", fsync=fsync, options={"dir": str(disk)}, TOY_STATE_BYTES=str(2**20))
