@@ -10,7 +10,6 @@ from longtake.state_cache.codec import (
     save_both,
     save_file,
     save_tensors,
-    unpack,
     unpack_file,
 )
 from longtake.state_cache.digest import state_digest
@@ -122,6 +121,5 @@ __all__ = [
     "save_file",
     "save_tensors",
     "state_digest",
-    "unpack",
     "unpack_file",
 ]

@@ -39,23 +39,6 @@ def pack(tensors: Mapping[str, Tensor]) -> tuple[tuple[TensorRef, ...], list[mem
     return tuple(refs), blobs
 
 
-def unpack(arena: Arena, blobs: Sequence[bytes], device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """The tensors of an arena in layout order, each contiguous in memory of its own.
-
-    Args:
-        arena: what to make of the bytes.
-        blobs: those of `arena.blobs`, in order.
-        device: where the tensors go.
-
-    Raises:
-        SchemaError: the arena does not describe these bytes.
-    """
-    landing = Landing(arena.tensors, [len(blob) for blob in blobs])
-    for buffer, blob in zip(landing.buffers, blobs, strict=True):
-        buffer[:] = blob
-    return landing.tensors(device)
-
-
 def pack_file(data: bytes) -> list[memoryview]:
     """Blobs of at most 1 MiB; none for no bytes."""
     view = memoryview(data)
