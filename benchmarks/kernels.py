@@ -1,165 +1,141 @@
-"""Time of the kernels of one block on this GPU, each checked against float64 first; rows for RESULTS.md."""
+"""Time of the kernels of one block on this GPU, each checked first; rows for RESULTS.md.
+
+A work is timed only when every result is near the float64 reference and has the same bits in a second run and in a
+captured graph. Inputs rotate through more memory than the L2 cache holds. With `--public FOLDER`, a checkout of
+NVlabs/Sana, its kernels are checked and timed at the same shapes in the same run.
+"""
 
 import argparse
-import statistics
 import subprocess
-from collections.abc import Callable
+from collections.abc import Sequence
 from datetime import UTC, datetime
+from math import ceil
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from longtake.kernels.cam import cam_bidirectional, cam_discount, cam_output, cam_prepare
-from longtake.kernels.gdn import GdnState, gdn_bidirectional, gdn_prepare
+from benchmarks.gpu_timing import captured, eager, kernels
+from benchmarks.kernel_work import Inputs, Shape, Work, draw, own_works, relative_errors
+from benchmarks.results import report
+from longtake.kernels.backend import Precision
 
-RESULTS = Path(__file__).parent / "RESULTS.md"
-HEADER = """# Results
-
-Every number is made by a command of this repository that first checks that the answer is right.
-
-| date | commit | hardware | work and shape | number | floor |
-|---|---|---|---|---|---|
-"""
-PER_FRAME, HEADS, DIM = 880, 20, 112
-SHAPES = [(1, 3), (1, 4), (8, 3)]
-ROTATING_BYTES = 400e6
-REPLAYS = 30
-COPY_RATE, MATRIX_RATE = 4.24e12, 791e12
-ERROR_LIMITS = {torch.bfloat16: 1e-2, torch.float32: 2e-6}
-Inputs = dict[str, Tensor]
+SHAPES = ("1x3", "1x4", "8x3", "1x11", "8x11", "1x121")
+ROTATING_BYTES, ROTATING_SETS = 500e6, 3
 
 
-class Work(NamedTuple):
-    """What is timed: a function of inputs whose keys have `dtype`, and the dtype of its products."""
-
-    name: str
-    run: Callable[[Inputs], Tensor]
-    dtype: torch.dtype
-    operands: torch.dtype
+class WrongError(Exception):
+    """A work has wrong results, so that there is nothing to time."""
 
 
 class Timing(NamedTuple):
-    """Median microseconds of one call, relative error against float64, and the floor in microseconds."""
+    """Microseconds of one call, captured and eager, and the largest relative RMS error of its results."""
 
     work: Work
-    batch: int
-    frames: int
-    error: float
-    median: float
-    floor: float
+    shape: Shape
+    errors: dict[str, float]
+    captured: float
+    eager: float
 
-    def cells(self) -> tuple[str, ...]:
-        """Work and shape, number, floor."""
-        shape = f"B={self.batch} F={self.frames} S={PER_FRAME} H={HEADS} D={DIM}"
-        return f"{self.work.name}; {shape}", f"{self.median:.1f} µs (error {self.error:.1e})", f"{self.floor:.1f} µs"
+    @property
+    def number(self) -> str:
+        """What it took, against what it must move and compute."""
+        moved = self.work.moved(self.shape) / self.captured / 1e6
+        operations = self.work.operations(self.shape) / self.captured / 1e6
+        floors = self.captured / self.work.floor(self.shape)
+        return (
+            f"{self.captured:.1f} µs captured, {self.eager:.1f} µs eager, {moved:.2f} TB/s, {operations:.0f} TFLOP/s, "
+            f"{floors:.1f} × floor (error {max(self.errors.values()):.1e})"
+        )
 
-
-def gdn(x: Inputs) -> Tensor:
-    """Main branch: both scans from a state, merged."""
-    tables, state = {"cos": x["cos"], "sin": x["sin"]}, GdnState(x["kv"], x["z"])
-    tokens = (x["q"], x["k"], x["v"])
-    return gdn_bidirectional(*tokens, x["beta"], x["decay"], **tables, initial_state=state, eps=1e-8)[0]
-
-
-def camera(x: Inputs, operands: torch.dtype) -> Tensor:
-    """Camera branch: preparation, discount, both scans with products in `operands`, output transform."""
-    tables = (x["cam_cos"], x["cam_sin"])
-    weights = {"q_weight": x["weight"], "k_weight": x["weight"], "eps": 1e-5, "k_scale": (PER_FRAME * DIM) ** -0.5}
-    *tokens, inflation = cam_prepare(x["q"], x["k"], x["v"], x["projection"], x["inverse"], *tables, **weights)
-    tokens = [y.to(operands) if y.dtype == torch.float32 else y for y in tokens]
-    beta = cam_discount(x["beta"], inflation)
-    out, _ = cam_bidirectional(*tokens, beta, x["decay"], initial_state=x["kv"])
-    return cam_output(out, x["projection"], *tables)
+    def row(self, commit: str) -> str:
+        """Date, commit, hardware, work and shape, number, floor."""
+        work, floor = f"{self.work.name}; {self.shape}", f"{self.work.floor(self.shape):.1f} µs"
+        cells = (f"{datetime.now(UTC):%Y-%m-%d}", commit, torch.cuda.get_device_name(), work, self.number, floor)
+        return f"| {' | '.join(cells)} |"
 
 
-WORKS = [
-    Work("GDN both directions, q k v bf16", gdn, torch.bfloat16, torch.bfloat16),
-    Work("GDN both directions, q k fp32, v bf16", gdn, torch.float32, torch.float32),
-    Work("camera branch bf16, scans in bf16", lambda x: camera(x, torch.bfloat16), torch.bfloat16, torch.bfloat16),
-    Work("camera branch bf16, scans in fp32", lambda x: camera(x, torch.float32), torch.bfloat16, torch.float32),
-]
+def rotating_inputs(shape: Shape) -> list[Inputs]:
+    """Several sets of inputs, more bytes together than a cache holds."""
+    first = draw(shape)
+    sets = max(ROTATING_SETS, ceil(ROTATING_BYTES / sum(x.nbytes for x in first.values())))
+    return [first, *(draw(shape) for _ in range(sets - 1))]
 
 
-def draw(batch: int, frames: int, dtype: torch.dtype) -> Inputs:
-    """Random inputs of both branches on the GPU; q and k in `dtype`, v in bf16."""
-    tokens = frames * PER_FRAME
-    q, k, v = torch.randn(3, batch, tokens, HEADS, DIM, device="cuda")
-    q, k = gdn_prepare(q, k, q_weight=None, k_weight=None, eps=1e-5, k_scale=(PER_FRAME * DIM) ** -0.5)
-    projection = torch.eye(4, device="cuda") + 0.1 * torch.randn(batch, tokens, 4, 4, device="cuda")
-    angles, cam_angles = (6 * torch.rand(tokens, DIM // part, device="cuda") for part in (2, 4))
-    return {
-        "q": q.to(dtype),
-        "k": k.to(dtype),
-        "v": v.bfloat16(),
-        "beta": torch.rand(batch, HEADS, frames, PER_FRAME, device="cuda"),
-        "decay": 0.9 + 0.1 * torch.rand(batch, HEADS, frames, device="cuda"),
-        "kv": torch.randn(batch, HEADS, DIM, DIM, device="cuda"),
-        "z": torch.rand(batch, HEADS, DIM, device="cuda"),
-        "weight": torch.rand(HEADS * DIM, device="cuda"),
-        "projection": projection,
-        "inverse": torch.linalg.inv(projection),
-        "cos": angles.cos(),
-        "sin": angles.sin(),
-        "cam_cos": cam_angles.cos(),
-        "cam_sin": cam_angles.sin(),
-    }
-
-
-def relative_error(work: Work, x: Inputs) -> float:
-    """‖out − truth‖ / ‖truth‖, the truth by the references, which alone take float64.
+def check_truth(work: Work, x: Inputs) -> dict[str, float]:
+    """Relative RMS error of every result.
 
     Raises:
-        SystemExit: it is not small, so that there is nothing to time.
+        WrongError: one is not small.
     """
-    truth = work.run({name: y.double() for name, y in x.items()})
-    error = float((work.run(x) - truth).norm() / truth.norm())
-    if not error < ERROR_LIMITS[work.operands]:
-        raise SystemExit(f"{work.name} is wrong: relative error {error:.1e}")
-    return error
+    found = work.results(x)
+    errors = relative_errors(work, x, found)
+    print(f"  {work.name}: " + ", ".join(f"{name} {error:.1e}" for name, error in errors.items()), flush=True)
+    for name, error in errors.items():
+        if not error < work.limit(found[name]):
+            raise WrongError(f"{work.name}: relative RMS error {error:.1e} of {name}")
+    return errors
 
 
-def median_microseconds(work: Work, inputs: list[Inputs]) -> float:
-    """Median over replays of one captured graph that runs every input set once."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for x in inputs:
-            work.run(x)
-    times = []
-    for _ in range(REPLAYS):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) * 1e3 / len(inputs))
-    return statistics.median(times)
+def tensors(result: object) -> list[Tensor]:
+    """The tensors in what a work returned."""
+    if isinstance(result, Tensor):
+        return [result]
+    parts = result.values() if isinstance(result, dict) else result if isinstance(result, tuple) else ()
+    return [x for part in parts for x in tensors(part)]
 
 
-def floor_microseconds(work: Work, batch: int, frames: int) -> float:
-    """The larger of operations over the dense bf16 rate and of bytes, each moved once, over the copy rate."""
-    memories, entries = batch * HEADS, batch * frames * PER_FRAME * HEADS * DIM
-    products = 4 if work.run is gdn else 3
-    operations = memories * frames * (products * 2 * PER_FRAME * DIM**2 + 2 * 2 * DIM**3)
-    moved = entries * (2 * work.dtype.itemsize + 2 + 4) + memories * 2 * 4 * DIM**2
-    return max(operations / MATRIX_RATE, moved / COPY_RATE) * 1e6
+def check_bits(work: Work, what: str, one: object, other: object) -> None:
+    """Raise `WrongError` unless both hold the same bits, as an exact work must."""
+    if work.exact and not all(map(torch.equal, tensors(one), tensors(other))):
+        raise WrongError(f"{work.name}: other bits {what}")
 
 
-def measure(work: Work, batch: int, frames: int) -> Timing:
+def measure(work: Work, shape: Shape, drawn: list[Inputs]) -> Timing:
     """Check, warm up and time one work at one shape."""
-    first = draw(batch, frames, work.dtype)
-    sets = max(1, round(ROTATING_BYTES / sum(y.nbytes for y in first.values())))
-    inputs = [first, *(draw(batch, frames, work.dtype) for _ in range(sets - 1))]
-    error = relative_error(work, first)
-    median = median_microseconds(work, inputs)
-    return Timing(work, batch, frames, error, median, floor_microseconds(work, batch, frames))
+    inputs = [work.prepare(x) for x in drawn]
+    errors = check_truth(work, inputs[0])
+    once = work.run(inputs[0])
+    check_bits(work, "in a second run", once, work.run(inputs[0]))
+    in_graph, result = captured(work.run, inputs)
+    check_bits(work, "in a captured graph", once, result)
+    return Timing(work, shape, errors, in_graph, eager(work.run, inputs))
 
 
-def results_row(timing: Timing, commit: str) -> str:
-    """The row: date, commit, hardware, work and shape, number, floor."""
-    cells = (f"{datetime.now(UTC):%Y-%m-%d}", commit, torch.cuda.get_device_name(), *timing.cells())
-    return f"| {' | '.join(cells)} |"
+def measure_all(works: Sequence[Work], shapes: Sequence[Shape], commit: str, *, record: bool) -> list[str]:
+    """Measure and print; with `record` append each row as soon as it is known. What is wrong is returned."""
+    wrong = []
+    for shape in shapes:
+        torch.manual_seed(0)
+        inputs = rotating_inputs(shape)
+        for work in works:
+            try:
+                report([measure(work, shape, inputs).row(commit)], record=record)
+            except WrongError as error:
+                wrong.append(f"WRONG {error}; {shape}")
+                print(wrong[-1], flush=True)
+        del inputs
+        torch.cuda.empty_cache()
+    return wrong
+
+
+def show_profile(works: Sequence[Work], shape: Shape) -> None:
+    """Print the kernels of each work with their times."""
+    drawn = rotating_inputs(shape)
+    for work in works:
+        inputs = [work.prepare(x) for x in drawn]
+        eager(work.run, inputs)
+        rows = kernels(work.run, inputs)
+        print(f"{work.name}; {shape}: {sum(time for _, time, _ in rows):.1f} µs in kernels")
+        for name, time, launches in rows:
+            print(f"  {time:8.1f} µs  {launches:4.1f} ×  {name[:100]}")
+
+
+def parse_shape(text: str) -> Shape:
+    """`BxF` → shape."""
+    batch, frames = map(int, text.split("x"))
+    return Shape(batch, frames)
 
 
 def present_commit() -> str:
@@ -167,31 +143,39 @@ def present_commit() -> str:
     return shown.stdout.strip() or "?"
 
 
-def record(rows: list[str]) -> None:
-    """Append rows to the results."""
-    if not RESULTS.exists():
-        RESULTS.write_text(HEADER)
-    with RESULTS.open("a") as file:
-        file.writelines(f"{row}\n" for row in rows)
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", action="append", metavar="BxF", help=f"batch and frames; default: {SHAPES}")
+    parser.add_argument("--work", choices=["gdn", "camera"], help="only this one")
+    parser.add_argument("--precision", choices=get_args(Precision), default="bf16")
+    parser.add_argument("--public", type=Path, metavar="FOLDER", help="also those of an NVlabs/Sana checkout")
+    parser.add_argument("--profile", action="store_true", help="times of every kernel at the first shape, no rows")
+    parser.add_argument("--record", action="store_true", help="append the rows to benchmarks/RESULTS.md")
+    parser.add_argument("--commit", help="what is measured, where git can not tell")
+    return parser.parse_args()
 
 
 def main() -> None:
-    """Measure and print; with --record also append the rows."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--record", action="store_true", help="append the rows to benchmarks/RESULTS.md")
-    parser.add_argument("--commit", help="what is measured, where git can not tell")
-    arguments = parser.parse_args()
+    """Measure and print; with --record also append the rows. Ends with an error when something was wrong."""
+    arguments = parse_arguments()
     if not torch.cuda.is_available():
         raise SystemExit("the kernels are timed on a CUDA GPU, and there is none")
-    torch.manual_seed(0)
-    commit, rows = arguments.commit or present_commit(), []
+    shapes = [parse_shape(text) for text in arguments.shape or SHAPES]
+    chosen = {"gdn": slice(0, 1), "camera": slice(1, 2), None: slice(None)}[arguments.work]
+    own, public = own_works(arguments.precision)[chosen], []
+    if arguments.public:
+        from benchmarks.public_kernels import public_works
+
+        public = public_works(arguments.public, arguments.precision)[chosen]
+    commit = arguments.commit or present_commit()
     with torch.inference_mode():
-        for work in WORKS:
-            for batch, frames in SHAPES:
-                rows.append(results_row(measure(work, batch, frames), commit))
-                print(rows[-1], flush=True)
-    if arguments.record:
-        record(rows)
+        if arguments.profile:
+            show_profile([*own, *public], shapes[0])
+            return
+        wrong = measure_all(own, shapes, commit, record=arguments.record)
+        wrong += measure_all(public, shapes, commit, record=arguments.record)
+    if wrong:
+        raise SystemExit("\n".join(wrong))
 
 
 if __name__ == "__main__":

@@ -1,26 +1,26 @@
 """Which implementation of an operator runs: the PyTorch reference or the Triton kernels."""
 
+import hashlib
 import os
+import warnings
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor
 
+from longtake.kernels.scan.configurations import CONFIGURATIONS, Precision
+
 Backend = Literal["reference", "triton"]
 VARIABLE = "LONGTAKE_KERNELS"
 OPERAND_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TRITON_INSTALLED = find_spec("triton") is not None
 
 
 class BackendError(ValueError):
-    """The backend asked for is unknown, or can not run here or on these tensors."""
-
-
-@cache
-def triton_installed() -> bool:
-    return find_spec("triton") is not None
+    """The backend or precision asked for is unknown, or can not run here or on these tensors."""
 
 
 def triton_interpreted() -> bool:
@@ -35,17 +35,30 @@ def requested(backend: Backend | None) -> Backend | None:
         BackendError: it names no backend.
     """
     name = backend or os.environ.get(VARIABLE)
-    for known in get_args(Backend):
-        if name == known:
-            return cast(Backend, known)
-    if name:
+    if name and name not in get_args(Backend):
         raise BackendError(f"a kernel backend is one of {get_args(Backend)}, got {name!r}")
-    return None
+    return cast(Backend, name) if name else None
+
+
+def check_precision(precision: str) -> Precision:
+    """The precision, if it is one.
+
+    Raises:
+        BackendError: it is none.
+    """
+    if precision not in get_args(Precision):
+        raise BackendError(f"precision is one of {get_args(Precision)}, got {precision!r}")
+    return cast(Precision, precision)
+
+
+def tested(device: torch.device) -> bool:
+    """Whether the tile sizes of this GPU's architecture are committed."""
+    return torch.cuda.get_device_capability(device) in CONFIGURATIONS
 
 
 def obstacle(*tensors: Tensor) -> str | None:
     """Why the Triton kernels can not take the tensors; None: they can."""
-    if not triton_installed():
+    if not TRITON_INSTALLED:
         return "triton is not installed"
     for x in tensors:
         if not x.is_cuda and not triton_interpreted():
@@ -58,7 +71,9 @@ def obstacle(*tensors: Tensor) -> str | None:
 
 
 def runs_triton(backend: Backend | None, *tensors: Tensor) -> bool:
-    """Whether an operator on the tensors runs its Triton kernels: as requested, else where CUDA tensors can.
+    """Whether an operator on the tensors runs its Triton kernels: as requested, else where tested CUDA tensors can.
+
+    A GPU of an architecture that was never tested gets the reference, with a warning, unless Triton is requested.
 
     Raises:
         BackendError: Triton is requested and can not take the tensors.
@@ -69,6 +84,10 @@ def runs_triton(backend: Backend | None, *tensors: Tensor) -> bool:
     reason = obstacle(*tensors)
     if wanted == "triton" and reason:
         raise BackendError(f"the triton kernels can not run: {reason}")
+    if reason is None and wanted is None and not tested(tensors[0].device):
+        name = torch.cuda.get_device_name(tensors[0].device)
+        warnings.warn(f"the kernels were never tested on {name}: the reference computes", stacklevel=3)
+        return False
     return reason is None
 
 
@@ -77,10 +96,21 @@ def on_device_of(x: Tensor) -> AbstractContextManager[object]:
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
-def numerics(device: torch.device) -> str:
-    """What decides the bits of the operators on `device`, for fingerprints: `reference`, or Triton and its version."""
+def kernel_build(folder: Path = Path(__file__).parent) -> str:
+    """Short hash of the sources of this library, tile sizes included: they decide bits."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(file.relative_to(folder).as_posix().encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def numerics(device: torch.device, precision: Precision) -> str:
+    """What decides the bits of the operators on `device`, for fingerprints: `reference`, or Triton with all that does.
+
+    That is its version, the precision and the kernels' build.
+    """
     if not runs_triton(None, torch.empty(0, device=device)):
         return "reference"
     import triton
 
-    return f"triton {triton.__version__}"
+    return f"triton {triton.__version__} {precision} {kernel_build()}"

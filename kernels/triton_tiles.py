@@ -15,6 +15,7 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 OCTET = 8
 ALIGNMENT = 16
 MAX_DIM = 128
+TRITON_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit

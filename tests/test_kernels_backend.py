@@ -1,15 +1,29 @@
 """Who computes an operator: the reference or the Triton kernels."""
 
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import get_args
+
 import pytest
 import torch
 from torch import Tensor
 
-from longtake.kernels import cam, gdn
-from longtake.kernels.backend import BackendError, numerics, requested, runs_triton, triton_installed
+from longtake.kernels import backend, cam, gdn
+from longtake.kernels.backend import (
+    TRITON_INSTALLED,
+    BackendError,
+    Precision,
+    kernel_build,
+    numerics,
+    requested,
+    runs_triton,
+)
 from longtake.kernels.cam import reference as cam_reference
 from longtake.kernels.gdn import reference as gdn_reference
 
-pytestmark = pytest.mark.skipif(not triton_installed(), reason="triton is not installed")
+pytestmark = pytest.mark.skipif(not TRITON_INSTALLED, reason="triton is not installed")
+KERNELS = Path(backend.__file__).parent
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
 
@@ -32,7 +46,7 @@ def test_cuda_tensors_run_triton_and_others_the_reference() -> None:
     assert runs_triton(None, *x.values()) is GPU
     chosen = gdn.gdn_scan(**x)
     expected = gdn.gdn_scan(**x, backend="triton") if GPU else gdn_reference.gdn_scan(**x)
-    assert torch.equal(chosen[0], expected[0])
+    assert torch.equal(chosen.out, expected.out)
 
 
 def test_the_environment_chooses_and_the_argument_overrules_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,11 +54,11 @@ def test_the_environment_chooses_and_the_argument_overrules_it(monkeypatch: pyte
     monkeypatch.setenv("LONGTAKE_KERNELS", "reference")
     assert not runs_triton(None, x)
     assert runs_triton("triton", x)
-    assert numerics(DEVICE) == "reference"
+    assert numerics(DEVICE, "bf16") == "reference"
     monkeypatch.setenv("LONGTAKE_KERNELS", "triton")
     assert runs_triton(None, x)
     assert not runs_triton("reference", x)
-    assert numerics(DEVICE).startswith("triton 3")
+    assert numerics(DEVICE, "bf16").startswith("triton 3")
 
 
 def test_an_unknown_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,10 +87,33 @@ def test_downscale_always_runs_the_reference() -> None:
     x = [scan_inputs()[name] for name in "qkv"]
     place = torch.eye(4, device=DEVICE).expand(1, 2, 4, 4)
     table = torch.ones(2, 4, device=DEVICE)
-    settings = {"q_weight": None, "k_weight": None, "eps": 1e-5, "k_scale": 1.0, "downscale": True}
+    place = place.contiguous()
+    settings = {"downscale": True}
     ours = cam.cam_prepare(*x, place, place, table, table, **settings, backend="triton")
     expected = cam_reference.cam_prepare(*x, place, place, table, table, **settings)
     assert all(map(torch.equal, ours, expected))
+
+
+def test_numerics_tell_precision_and_build_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LONGTAKE_KERNELS", "triton")
+    seen = {numerics(DEVICE, precision) for precision in get_args(Precision)}
+    assert len(seen) == 4
+    assert all(each.endswith(f" {kernel_build(KERNELS)}") for each in seen)
+    copy = tmp_path / "kernels"
+    shutil.copytree(KERNELS, copy)
+    assert kernel_build(copy) == kernel_build(KERNELS)
+    table = copy / "scan" / "configurations.py"
+    table.write_text(table.read_text().replace("warps=8", "warps=4"))
+    assert kernel_build(copy) != kernel_build(KERNELS)
+
+
+def test_an_untested_architecture_gets_the_reference_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "tested", lambda device: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a new GPU")
+    fake = SimpleNamespace(is_cuda=True, dtype=torch.float32, requires_grad=False, device=torch.device("cuda"))
+    with pytest.warns(UserWarning, match="never tested on a new GPU: the reference computes"):
+        assert not runs_triton(None, fake)
+    assert runs_triton("triton", fake)
 
 
 def test_a_cpu_tensor_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:

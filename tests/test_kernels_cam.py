@@ -1,179 +1,333 @@
-"""The camera branch against golden vectors, and what its transform promises."""
+"""The references of camera scan and camera branch against golden vectors, the gated delta rule and themselves."""
+
+from collections.abc import Callable, Iterator
 
 import golden
 import pytest
 import torch
+from scan_cases import (
+    BF16,
+    DIM,
+    DOUBLE,
+    FP32,
+    FRAMES,
+    HEADS,
+    PER_FRAME,
+    STARTS,
+    Inputs,
+    assert_close,
+    assert_same_bits,
+    cut,
+    draw,
+    draw_state,
+    explicit,
+)
 from torch import Tensor
 
-from longtake.kernels.cam import cam_bidirectional, cam_discount, cam_output, cam_prepare, cam_scan
+from longtake.kernels.cam.geometry import ray_matrices
+from longtake.kernels.cam.prepare_reference import CamTokens, cam_discount, cam_output, cam_prepare
+from longtake.kernels.cam.reference import CamOutput, cam_branch, cam_scan
+from longtake.kernels.delta import Direction, ReverseInputs
 from longtake.kernels.gdn import short_conv
-from longtake.server.camera.rays import ray_matrices
 from longtake.server.model.rope import rope_tables
 
 OPS = golden.load("gdn_ops")
 WEIGHTS = golden.load("tiny_weights")
-EPS = 1e-5
+NAN = float("nan")
 
 
-def tables(start: int, shape: tuple[int, int, int], dim: int) -> tuple[Tensor, Tensor]:
-    rope = rope_tables(start, shape, dim, 10000.0)
-    return rope.cam_cos.float(), rope.cam_sin.float()
-
-
-def project(x: Tensor, weights: dict[str, Tensor], prefix: str, frames: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Raw camera q, k, v [1,N,C] with the short convolution on k."""
-
-    def linear(name: str) -> Tensor:
-        weight, bias = weights[f"{prefix}{name}_proj_cam.weight"], weights[f"{prefix}{name}_proj_cam.bias"]
-        return torch.nn.functional.linear(x, weight, bias)
-
-    k, _ = short_conv(linear("k").unflatten(1, (frames, -1)), weights[f"{prefix}conv_k_cam.weight"].squeeze(1), None)
-    return linear("q"), k.flatten(1, 2), linear("v")
-
-
-def prepared(*, downscale: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Block 0's camera branch on the golden input, before its scan."""
-    cos, sin = tables(3, (7, 4, 6), 16)
-    q, k, v = (x.unflatten(-1, (4, 16)) for x in project(OPS["x"], WEIGHTS, "blocks.0.attn.", 7))
-    return cam_prepare(
-        q,
-        k,
-        v,
-        OPS["cam.P"],
-        OPS["cam.P_inv"],
-        cos,
-        sin,
-        q_weight=WEIGHTS["blocks.0.attn.q_norm_cam.weight"],
-        k_weight=WEIGHTS["blocks.0.attn.k_norm_cam.weight"],
-        eps=EPS,
-        k_scale=(16 * 24) ** -0.5,
-        downscale=downscale,
-    )
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """Fresh memory is NaN, so that an element nobody writes is seen."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def relative(ours: Tensor, reference: Tensor) -> float:
     return golden.worst(ours, reference) / float(reference.abs().max())
 
 
-@pytest.mark.parametrize(("stage", "downscale"), [("post_ucpe", False), ("downscaled", True)])
-def test_prepared_tokens_match_golden(stage: str, *, downscale: bool) -> None:
-    q, k, v, _ = prepared(downscale=downscale)
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        assert relative(x, golden.tokens(OPS[f"cam.{name}_{stage}"])) < 1e-6
+def project(x: Tensor, weights: Inputs, prefix: str, frames: int, heads: int) -> Inputs:
+    """Raw camera q, k, v [1,N,H,D] with the short convolution on k."""
+
+    def linear(name: str) -> Tensor:
+        weight, bias = weights[f"{prefix}{name}_proj_cam.weight"], weights[f"{prefix}{name}_proj_cam.bias"]
+        return torch.nn.functional.linear(x, weight, bias)
+
+    k, _ = short_conv(linear("k").unflatten(1, (frames, -1)), weights[f"{prefix}conv_k_cam.weight"].squeeze(1), None)
+    flat = {"q": linear("q"), "k": k.flatten(1, 2), "v": linear("v")}
+    norms = {f"{name}_weight": weights[f"{prefix}{name}_norm_cam.weight"] for name in "qk"}
+    return {name: y.unflatten(-1, (heads, -1)) for name, y in flat.items()} | norms
 
 
-@pytest.mark.parametrize(("prefix", "downscale"), [("cam_raw", False), ("cam", True)])
-def test_branch_of_a_block_matches_golden(prefix: str, *, downscale: bool) -> None:
-    q, k, v, inflation = prepared(downscale=downscale)
-    assert relative(inflation, OPS[f"{prefix}.k_inflation_sq"].transpose(1, 2)) < 1e-6
-    beta = cam_discount(OPS["gates.beta"], inflation)
-    assert relative(beta, OPS[f"{prefix}.scan_beta"]) < 1e-6
-    state = golden.key_rows(OPS["cam.init_state_kv"])
-    out, final = cam_bidirectional(q, k, v, beta, OPS["gates.decay"], initial_state=state)
-    assert relative(out, golden.tokens(OPS[f"{prefix}.scan_out"])) < 1e-6
-    assert relative(final, golden.key_rows(OPS[f"{prefix}.final_state_kv"])) < 1e-6
-    returned = cam_output(out, OPS["cam.P"], *tables(3, (7, 4, 6), 16)).flatten(2)
-    assert relative(returned, OPS[f"{prefix}.branch_out"]) < 1e-6
+def golden_branch(name: str) -> tuple[Inputs, Inputs, Tensor]:
+    """Raw tokens with positions, norm weights and key scale; gates; the state before them."""
+    if name == "cam":
+        x, grid, start = project(OPS["x"], WEIGHTS, "blocks.0.attn.", 7, 4), (7, 4, 6), 3
+        x |= {"projection": OPS["cam.P"], "projection_inverse": OPS["cam.P_inv"]}
+        gates = {gate: OPS[f"gates.{gate}"] for gate in ("beta", "decay")}
+    else:
+        frames, height, width = grid = tuple(OPS["cam112.frames_hw"].tolist())
+        x, start = project(OPS["cam112.x"], OPS, "cam112.", frames, 1), 9
+        matrices = ray_matrices(OPS["cam112.camera_conditions"], height, width)
+        x |= dict(zip(("projection", "projection_inverse"), matrices, strict=True))
+        gates = {gate: OPS[f"cam112.{gate}"] for gate in ("beta", "decay")}
+    dim = x["q"].shape[-1]
+    tables = rope_tables(start, grid, dim, 10000.0)
+    x |= {"cos": tables.cam_cos.float(), "sin": tables.cam_sin.float()}
+    scale = {"k_scale": (dim * grid[1] * grid[2]) ** -0.5}
+    return x | scale, gates, golden.key_rows(OPS[f"{name}.init_state_kv"]).contiguous()
 
 
-@pytest.mark.parametrize(("prefix", "downscale"), [("cam112_raw", False), ("cam112", True)])
-def test_branch_at_head_dim_112_matches_golden(prefix: str, *, downscale: bool) -> None:
-    frames, height, width = OPS["cam112.frames_hw"].tolist()
-    projection, inverse = ray_matrices(OPS["cam112.camera_conditions"], height, width)
-    cos, sin = tables(9, (frames, height, width), 112)
-    q, k, v = (x[:, :, None] for x in project(OPS["cam112.x"], OPS, "cam112.", frames))
-    norms = {"q_weight": OPS["cam112.q_norm_cam.weight"], "k_weight": OPS["cam112.k_norm_cam.weight"], "eps": EPS}
-    scale = (112 * height * width) ** -0.5
-    q, k, v, inflation = cam_prepare(
-        q, k, v, projection, inverse, cos, sin, **norms, k_scale=scale, downscale=downscale
-    )
-    beta = cam_discount(OPS["cam112.beta"], inflation)
-    assert relative(beta, OPS[f"{prefix}.scan_beta"]) < 1e-6
-    state = golden.key_rows(OPS["cam112.init_state_kv"])
-    out, final = cam_bidirectional(q, k, v, beta, OPS["cam112.decay"], initial_state=state)
-    assert relative(final, golden.key_rows(OPS[f"{prefix}.final_state_kv"])) < 2e-6
-    assert relative(cam_output(out, projection, cos, sin).flatten(2), OPS[f"{prefix}.branch_out"]) < 2e-6
+@pytest.mark.parametrize(("name", "bound"), [("cam", 1e-6), ("cam112", 2e-6)])
+def test_branch_matches_golden(name: str, bound: float) -> None:
+    x, gates, state = golden_branch(name)
+    found = cam_branch(**x, **gates, initial_state=state)
+    assert found.state is not None
+    assert relative(found.out.flatten(2), OPS[f"{name}_raw.branch_out"]) < bound
+    assert relative(found.state, golden.key_rows(OPS[f"{name}_raw.final_state_kv"])) < bound
+
+
+@pytest.mark.parametrize(("name", "bound"), [("cam", 1e-6), ("cam112", 2e-6)])
+def test_downscaled_branch_matches_golden(name: str, bound: float) -> None:
+    x, gates, state = golden_branch(name)
+    tokens = cam_prepare(**x, downscale=True)
+    beta = cam_discount(gates["beta"], tokens.inflation)
+    assert relative(beta, OPS[f"{name}.scan_beta"]) < 1e-6
+    found = cam_scan(*tokens[:3], beta, gates["decay"], direction="both", initial_state=state)
+    assert found.state is not None
+    assert relative(found.state, golden.key_rows(OPS[f"{name}.final_state_kv"])) < bound
+    out = cam_output(found.out, x["projection"], x["cos"], x["sin"])
+    assert relative(out.flatten(2), OPS[f"{name}.branch_out"]) < bound
 
 
 @pytest.mark.parametrize("prefix", ["scan", "scan112"])
 def test_scan_with_a_state_matches_golden(prefix: str) -> None:
-    q, k, v = (golden.tokens(OPS[f"{prefix}.{name}"]) for name in ("q_rot", "k_rot", "v"))
-    beta, decay = OPS[f"{prefix}.beta"], OPS[f"{prefix}.decay"]
-    state = golden.key_rows(OPS[f"{prefix}.init_state_kv"])
-    out, final = cam_bidirectional(q, k, v, beta, decay, initial_state=state)
-    assert relative(out, golden.tokens(OPS[f"{prefix}.cam_cached_out.ref64"])) < 1e-6
-    assert relative(final, golden.key_rows(OPS[f"{prefix}.final_state_kv"])) < 1e-6
+    tokens = [golden.tokens(OPS[f"{prefix}.{name}"]).contiguous() for name in ("q_rot", "k_rot", "v")]
+    state = golden.key_rows(OPS[f"{prefix}.init_state_kv"]).contiguous()
+    gates = OPS[f"{prefix}.beta"], OPS[f"{prefix}.decay"]
+    found = cam_scan(*tokens, *gates, direction="both", initial_state=state)
+    assert found.state is not None
+    assert relative(found.out, golden.tokens(OPS[f"{prefix}.cam_cached_out.ref64"])) < 1e-6
+    assert relative(found.state, golden.key_rows(OPS[f"{prefix}.final_state_kv"])) < 1e-6
 
 
-def test_transforms_match_golden() -> None:
-    x = OPS["apply.in"].transpose(1, 2)
-    cos, sin = tables(3, (7, 4, 6), 16)
-    plain = {"q_weight": None, "k_weight": None, "eps": EPS, "k_scale": 1.0, "relu": False}
-    _, _, v, _ = cam_prepare(x, x, x, OPS["cam.P"], OPS["cam.P_inv"], cos, sin, **plain)
-    _, _, q, _ = cam_prepare(x, x, x, OPS["cam.P"], OPS["cam.P"].mT, cos, sin, **plain)
-    assert relative(v, OPS["apply.kv"].transpose(1, 2)) < 1e-6
-    assert relative(q, OPS["apply.q"].transpose(1, 2)) < 1e-6
-    assert relative(cam_output(x, OPS["cam.P"], cos, sin), OPS["apply.o"].transpose(1, 2)) < 1e-6
+def signed(dtype: torch.dtype = DOUBLE) -> Inputs:
+    """Inputs of a camera scan: prepared tokens have any sign."""
+    x = draw()
+    x = {name: y for name, y in x.items() if name not in ("cos", "sin")}
+    signs = {name: torch.where(torch.rand_like(x[name]) < 0.5, -x[name], x[name]) for name in "qk"}
+    return {name: y.to(dtype) for name, y in (x | signs).items()}
 
 
-def random_branch(frames: int, per_frame: int, dim: int) -> dict[str, Tensor]:
-    """Inputs of a camera scan, B = 2 and H = 3."""
-    torch.manual_seed(frames + per_frame + dim)
-    q, k, v = torch.randn(3, 2, frames * per_frame, 3, dim) * (dim * per_frame) ** -0.5
-    beta, decay = torch.rand(2, 3, frames, per_frame), 0.9 + 0.1 * torch.rand(2, 3, frames)
-    return {"q": q, "k": k, "v": v, "beta": beta, "decay": decay}
+def tensors(found: CamOutput) -> tuple[Tensor, ...]:
+    return tuple(x for x in found if x is not None)
 
 
-@pytest.mark.parametrize(("frames", "at"), [(4, 1), (4, 2), (4, 3), (2, 1)])
-def test_cutting_a_forward_scan_changes_no_bit(frames: int, at: int) -> None:
-    x = random_branch(frames, 7, 40)
-    state = torch.randn(2, 3, 40, 40)
-    gates = {part: {n: x[n][:, :, s] for n in ("beta", "decay")} for part, s in halves(at)}
-    rows = {part: {n: x[n][:, s] for n in "qkv"} for part, s in halves(at * 7)}
-    out, final = cam_scan(**x, initial_state=state)
-    first, middle = cam_scan(**rows["first"], **gates["first"], initial_state=state)
-    second, last = cam_scan(**rows["second"], **gates["second"], initial_state=middle)
-    assert torch.equal(torch.cat((first, second), dim=1), out)
-    assert last is not None
-    assert final is not None
-    assert torch.equal(last, final)
+def written_out(x: Inputs, state: Tensor | None = None, reverse: list[int] | None = None) -> tuple[Tensor, ...]:
+    """Numerator and state of the recurrence without rotation."""
+    half = torch.zeros_like(x["q"][0, :, 0, : DIM // 2])
+    whole = None if state is None else draw_state()._replace(kv=state)
+    return explicit(x | {"cos": half + 1, "sin": half}, whole, reverse)[::2]
 
 
-def halves(at: int) -> list[tuple[str, slice]]:
-    return [("first", slice(None, at)), ("second", slice(at, None))]
+@pytest.mark.parametrize("frame_beta", [False, True], ids=["token-beta", "frame-beta"])
+@pytest.mark.parametrize("with_state", [False, True], ids=["empty", "state"])
+def test_forward_equals_the_written_out_recurrence(*, with_state: bool, frame_beta: bool) -> None:
+    x, state = signed(), draw_state().kv if with_state else None
+    if frame_beta:
+        x["beta"] = x["beta"][..., 0].contiguous()
+    spread = x | {"beta": x["beta"][..., None].expand(-1, -1, -1, PER_FRAME)} if frame_beta else x
+    assert_close(tensors(cam_scan(**x, initial_state=state)), written_out(spread, state)[:2])
 
 
-def test_reverse_scan_of_one_frame_is_empty_and_takes_no_state() -> None:
-    x = random_branch(1, 7, 16)
-    out, final = cam_scan(**x, reverse=True)
-    assert final is None
-    assert not out.any()
-    with pytest.raises(ValueError, match="no initial_state"):
-        cam_scan(**x, initial_state=torch.zeros(2, 3, 16, 16), reverse=True)
+@pytest.mark.parametrize("starts", [[0], STARTS], ids=str)
+def test_reverse_equals_the_written_out_recurrence(starts: list[int]) -> None:
+    x = signed()
+    found = cam_scan(**x, direction="reverse", chunk_starts=starts)
+    assert found.state is None
+    assert not found.out[:, -PER_FRAME:].any()
+    assert_close(tensors(found), written_out(x, reverse=starts))
 
 
-def test_a_value_returns_to_its_own_ray_frame_unchanged() -> None:
-    cos, sin = tables(0, (7, 4, 6), 16)
-    x = OPS["apply.in"].transpose(1, 2)
-    scales = {"q_weight": None, "k_weight": None, "eps": EPS, "k_scale": 1.0}
-    _, _, v, _ = cam_prepare(x, x, x, OPS["cam.P"], OPS["cam.P_inv"], cos, sin, **scales)
-    assert relative(cam_output(v, OPS["cam.P"], cos, sin), x) < 1e-6
+def test_both_is_the_sum_and_keeps_the_forward_state() -> None:
+    x, state, starts = signed(), draw_state().kv, torch.tensor(STARTS)
+    forward = cam_scan(**x, initial_state=state, chunk_starts=starts)
+    reverse = cam_scan(**x, direction="reverse", chunk_starts=starts)
+    both = cam_scan(**x, direction="both", initial_state=state, chunk_starts=STARTS)
+    assert_same_bits(tensors(both), (forward.out + reverse.out, *tensors(forward)[1:]))
 
 
-def test_discount_divides_by_the_frame_mean_but_never_raises_beta() -> None:
-    inflation = torch.tensor([0.2, 0.4, 2.0, 6.0]).view(1, 4, 1)
-    beta = cam_discount(torch.ones(1, 1, 2, 2), inflation)
-    assert beta.flatten().tolist() == [1, 1, 0.25, 0.25]
+@pytest.mark.parametrize("at", range(1, FRAMES))
+def test_cutting_a_forward_scan_changes_no_bit(at: int) -> None:
+    x, state = signed(FP32), draw_state(dtype=FP32).kv
+    first = cam_scan(**cut(x, 0, at), initial_state=state)
+    second = cam_scan(**cut(x, at, FRAMES), initial_state=first.state)
+    assert second.state is not None
+    whole = cam_scan(**x, initial_state=state)
+    assert_same_bits((torch.cat((first.out, second.out), dim=1), second.state), tensors(whole))
 
 
-@pytest.mark.parametrize(
-    ("dim", "projection", "message"),
-    [
-        pytest.param(12, (1, 7, 4, 4), "multiple of 8", id="head-dim-12"),
-        pytest.param(16, (1, 6, 4, 4), "does not fit", id="projection-of-fewer-tokens"),
-    ],
-)
-def test_misfits_are_refused(dim: int, projection: tuple[int, ...], message: str) -> None:
-    x, matrix, table = torch.zeros(1, 7, 2, dim), torch.zeros(projection), torch.zeros(7, dim // 4)
+def test_one_call_by_chunks_equals_a_call_a_chunk_bitwise() -> None:
+    x, state = signed(FP32), draw_state(dtype=FP32).kv
+    whole = cam_scan(**x, direction="both", initial_state=state, chunk_starts=STARTS)
+    outs, carried = [], CamOutput(state, state)
+    for first, stop in zip(STARTS, [*STARTS[1:], FRAMES], strict=True):
+        carried = cam_scan(**cut(x, first, stop), direction="both", initial_state=carried.state)
+        outs.append(carried.out)
+    assert_same_bits((torch.cat(outs, dim=1), *tensors(carried)[1:]), tensors(whole))
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "beta", "decay"])
+def test_each_reverse_input_replaces_that_of_the_reverse_scan_alone(name: str) -> None:
+    x = signed()
+    other = {name: x[name].flip(1)}
+    found = cam_scan(**x, direction="both", reverse=ReverseInputs(**other))
+    forward, reverse = cam_scan(**x), cam_scan(**x | other, direction="reverse")
+    assert_same_bits(tensors(found), (forward.out + reverse.out, *tensors(forward)[1:]))
+
+
+@pytest.mark.parametrize(("chunk_starts", "blank"), [(None, 0.0), (STARTS, NAN)], ids=["zeros", "nan"])
+def test_blank_reverse_inputs_at_chunk_starts_equal_chunk_starts(chunk_starts: list[int] | None, blank: float) -> None:
+    x = signed()
+    other = {
+        name: torch.unflatten(x[name].clone(), 1 if name in "kv" else 2, (FRAMES, -1))
+        for name in ("k", "v", "beta", "decay")
+    }
+    for name, y in other.items():
+        y.index_fill_(1 if name in "kv" else 2, torch.tensor(STARTS[1:]), blank)
+        other[name] = y.view_as(x[name])
+    found = cam_scan(**x, direction="both", chunk_starts=chunk_starts, reverse=ReverseInputs(**other))
+    assert_same_bits(tensors(found), tensors(cam_scan(**x, direction="both", chunk_starts=STARTS)))
+
+
+def test_a_decay_of_zero_forgets() -> None:
+    x = signed()
+    x["decay"][:, :, 2] = 0
+    found = cam_scan(**x, initial_state=draw_state().kv)
+    assert_same_bits(tensors(cam_scan(**cut(x, 2, FRAMES)))[1:], tensors(found)[1:])
+
+
+def test_out_state_is_written_in_place_and_returned() -> None:
+    x, state = signed(FP32), draw_state(dtype=FP32).kv
+    out_state = torch.full_like(state, NAN)
+    expected = cam_scan(**x, direction="both", initial_state=state)
+    found = cam_scan(**x, direction="both", initial_state=state, out_state=out_state)
+    assert found.state is out_state
+    assert_same_bits(tensors(found), tensors(expected))
+    assert cam_scan(**x, initial_state=state, out_state=state).state is state
+    assert_same_bits((state,), tensors(expected)[1:])
+
+
+def test_without_out_state_nothing_is_changed_or_shared() -> None:
+    x, state = signed(), draw_state().kv
+    x["decay"].fill_(1)
+    x["beta"].zero_()
+    before = [y.clone() for y in (*x.values(), state)]
+    found = cam_scan(**x, direction="both", initial_state=state)
+    assert_same_bits((*x.values(), state), tuple(before))
+    given = {y.untyped_storage().data_ptr() for y in (*x.values(), state)}
+    assert given.isdisjoint(y.untyped_storage().data_ptr() for y in tensors(found))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_pool_equals_gathered_states(*, in_place: bool) -> None:
+    x, pool, slots = signed(FP32), draw_state(dtype=FP32, rows=5).kv, torch.tensor([3, 1])
+    before = pool.clone()
+    expected = cam_scan(**x, initial_state=pool[slots])
+    found = cam_scan(**x, initial_state=pool, slots=slots, out_state=pool if in_place else None)
+    assert found.state is not None
+    assert_same_bits((found.out, found.state[slots] if in_place else found.state), tensors(expected))
+    assert_same_bits((pool[[0, 2, 4]],), (before[[0, 2, 4]],))
+    assert in_place or torch.equal(pool, before)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "beta", "decay"])
+def test_nan_stays_in_its_batch_entry(name: str) -> None:
+    x = signed()
+    expected = tensors(cam_scan(**x, direction="both"))
+    x[name][0, 0] = NAN
+    found = tensors(cam_scan(**x, direction="both"))
+    assert_same_bits(tuple(y[1:] for y in found), tuple(y[1:] for y in expected))
+    assert found[0][0].isnan().any()
+
+
+def draw_branch() -> Inputs:
+    """Raw inputs of a branch whose cameras stand far enough away to let keys grow."""
+    x = draw()
+    x |= {"q": torch.randn_like(x["q"]), "k": torch.randn_like(x["k"])}
+    projection = torch.eye(4, dtype=DOUBLE).repeat(2, FRAMES * PER_FRAME, 1, 1)
+    projection[..., :3, 3] = torch.randn(2, FRAMES * PER_FRAME, 3, dtype=DOUBLE)
+    x |= {"projection": projection, "projection_inverse": torch.linalg.inv(projection).contiguous()}
+    return x | {name: x[name][:, : DIM // 4].contiguous() for name in ("cos", "sin")}
+
+
+def composed(x: Inputs, norms: dict[str, object], *, discount: bool, back: bool, **scan: object) -> tuple[Tensor, ...]:
+    """The branch from its parts."""
+    positions = {name: x[name] for name in ("projection", "projection_inverse", "cos", "sin")}
+    tokens: CamTokens = cam_prepare(x["q"], x["k"], x["v"], **positions, **norms)
+    beta = cam_discount(x["beta"], tokens.inflation) if discount else x["beta"]
+    assert not discount or (beta < x["beta"]).any()
+    out, state = cam_scan(tokens.q, tokens.k, tokens.v, beta, x["decay"], **scan)
+    out = cam_output(out, x["projection"], x["cos"], x["sin"]) if back else out
+    return (out,) if state is None else (out, state)
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["ray-frame", "own-frame"])
+@pytest.mark.parametrize("discount", [False, True], ids=["raw-beta", "discount"])
+@pytest.mark.parametrize("direction", ["forward", "reverse", "both"])
+def test_branch_is_its_parts(direction: Direction, *, discount: bool, back: bool) -> None:
+    x, scan = draw_branch(), {"direction": direction, "chunk_starts": STARTS}
+    if direction != "reverse":
+        scan |= {"initial_state": draw_state(rows=4).kv, "slots": torch.tensor([2, 0])}
+    norms = {"q_weight": torch.rand(HEADS * DIM), "k_weight": torch.rand(HEADS * DIM), "norm_eps": 0.1, "k_scale": 0.1}
+    for norm in ({"norm": "head"}, {"inverse_rms": tuple(torch.rand(2, FRAMES * PER_FRAME) for _ in "qk")}):
+        found = cam_branch(**x, **norms, **norm, **scan, discount=discount, output_transform=back)
+        assert_same_bits(tensors(found), composed(x, norms | norm, discount=discount, back=back, **scan))
+
+
+def test_branch_gives_the_dtype_of_v_and_writes_its_state_in_place() -> None:
+    x, state = draw_branch(), draw_state(dtype=FP32).kv
+    halves = {name: y.to(BF16 if name in "qkv" else FP32) for name, y in x.items()}
+    expected = cam_branch(**halves, initial_state=state)
+    found = cam_branch(**halves, initial_state=state, out_state=state)
+    assert found.out.dtype == BF16
+    assert found.state is state
+    assert_same_bits(tensors(found), tensors(expected))
+
+
+Change = Callable[[Inputs], dict[str, object]]
+KV, SLOTS = draw_state().kv, torch.tensor([0, 1])
+MISFITS: dict[str, tuple[Change, str]] = {
+    "direction": (lambda x: {"direction": "backward"}, "direction is one of"),
+    "short-k": (lambda x: {"k": x["k"][:, 1:]}, "k must be"),
+    "v-elsewhere": (lambda x: {"v": x["v"].to("meta")}, "v must be on cpu"),
+    "beta-of-other-frames": (lambda x: {"beta": x["beta"][:, :, 1:, 0].contiguous()}, "beta must be"),
+    "beta-not-contiguous": (lambda x: {"beta": x["beta"][..., 0]}, "beta must be contiguous"),
+    "decay-of-integers": (lambda x: {"decay": x["decay"].long()}, "decay must be one of"),
+    "reverse-with-state": (lambda x: {"direction": "reverse", "initial_state": KV}, "takes no initial_state"),
+    "reverse-with-out-state": (lambda x: {"direction": "reverse", "out_state": KV}, "takes no out_state"),
+    "kv-of-another-dim": (lambda x: {"initial_state": draw_state(24).kv}, "initial_state .*must be"),
+    "kv-in-bf16": (lambda x: {"initial_state": KV.bfloat16()}, "initial_state .*must be one of"),
+    "kv-not-contiguous": (lambda x: {"out_state": KV.mT}, "out_state .*must be contiguous"),
+    "kv-elsewhere": (lambda x: {"out_state": KV.to("meta")}, "out_state .*must be on cpu"),
+    "slots-of-int32": (lambda x: {"initial_state": KV, "slots": SLOTS.int()}, "slots must be one of"),
+    "slots-without-pool": (lambda x: {"slots": SLOTS}, "slots are rows of a state pool"),
+    "chunks-from-one": (lambda x: {"chunk_starts": [1]}, "chunk_starts must rise from 0"),
+    "reverse-inputs-forward": (lambda x: {"reverse": ReverseInputs(q=x["q"])}, "reverse inputs need direction 'both'"),
+    "short-reverse-k": (
+        lambda x: {"direction": "both", "reverse": ReverseInputs(k=x["k"][:, 1:])}, "reverse k must be",
+    ),
+    "reverse-inverse-rms": (
+        lambda x: {"direction": "both", "reverse": ReverseInputs(inverse_rms=(KV, KV))}, "inverse_rms has no use",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_misfits_are_refused_by_name(name: str) -> None:
+    x = signed()
+    changes, message = MISFITS[name]
     with pytest.raises(ValueError, match=message):
-        cam_output(x, matrix, table, table)
+        cam_scan(**x | changes(x))

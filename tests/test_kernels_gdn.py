@@ -1,72 +1,55 @@
-"""The gated delta rule against golden vectors, an explicit float64 recurrence, and itself cut in two."""
+"""The reference of the gated delta rule against golden vectors and a recurrence written out in float64."""
+
+from collections.abc import Iterator
+from itertools import product
 
 import golden
 import pytest
 import torch
+from scan_cases import (
+    BF16,
+    DIM,
+    FP32,
+    FRAMES,
+    HEADS,
+    PER_FRAME,
+    STARTS,
+    Inputs,
+    assert_close,
+    assert_same_bits,
+    draw,
+    draw_state,
+    explicit,
+    tensors,
+)
 from torch import Tensor
+from torch.nn.functional import silu
 
-from longtake.kernels.gdn import GdnState, gdn_bidirectional, gdn_merge, gdn_prepare, gdn_scan, short_conv
-from longtake.kernels.rope import rotate
+from longtake.kernels.delta import Direction
+from longtake.kernels.gdn import short_conv
+from longtake.kernels.gdn.reference import GdnState, Norm, gdn_scan
 from longtake.server.model.rope import rope_tables
 
 OPS = golden.load("gdn_ops")
 EPS = 1e-8
 
 
-def random_scan(frames: int, per_frame: int, dim: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Inputs of a scan, B = 2 and H = 3, with keys small enough for a contractive transition."""
-    torch.manual_seed(frames * 10_000 + per_frame * 100 + dim)
-    q, k, v = torch.randn(3, 2, frames * per_frame, 3, dim, dtype=torch.float64)
-    q, k = gdn_prepare(q, k, q_weight=None, k_weight=None, eps=1e-5, k_scale=(dim * per_frame) ** -0.5)
-    beta = torch.rand(2, 3, frames, per_frame, dtype=torch.float64)
-    decay = 0.9 + 0.1 * torch.rand(2, 3, frames, dtype=torch.float64)
-    angles = torch.rand(frames * per_frame, dim // 2, dtype=torch.float64) * 6
-    named = {"q": q, "k": k, "v": v, "beta": beta, "decay": decay, "cos": angles.cos(), "sin": angles.sin()}
-    return {name: x.to(dtype) for name, x in named.items()}
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """Fresh memory is NaN, so that an element nobody writes is seen."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
-def random_state(dim: int, dtype: torch.dtype = torch.float32) -> GdnState:
-    generator = torch.Generator().manual_seed(dim)
-    kv = torch.randn(2, 3, dim, dim, generator=generator, dtype=torch.float64)
-    return GdnState(kv.to(dtype), torch.rand(2, 3, dim, generator=generator, dtype=torch.float64).to(dtype))
-
-
-def cut(inputs: dict[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
-    """The frames start … stop − 1 of a scan's inputs."""
-    per_frame = inputs["beta"].shape[-1]
-    rows = slice(start * per_frame, stop * per_frame)
-    cut_tokens = {name: inputs[name][:, rows] for name in "qkv"}
-    tables = {name: inputs[name][rows] for name in ("cos", "sin") if name in inputs}
-    return cut_tokens | tables | {name: inputs[name][:, :, start:stop] for name in ("beta", "decay")}
-
-
-def explicit_recurrence(x: dict[str, Tensor], state: GdnState) -> tuple[Tensor, Tensor, GdnState]:
-    """M ← g·(I − K̃ᵀ·diag(β)·K̃)·M + K̃ᵀ·diag(β)·V, written out per batch, head and frame."""
-    per_frame = x["beta"].shape[-1]
-    numerator, denominator = torch.empty_like(x["v"]), torch.empty_like(x["v"][..., 0])
-    turned = {name: rotate(x[name], x["cos"], x["sin"]) for name in "qk"}
-    kv, z = state.kv.clone(), state.z.clone()
-    eye = torch.eye(x["q"].shape[-1], dtype=x["q"].dtype)
-    for b, h, f in torch.cartesian_prod(*map(torch.arange, x["decay"].shape)).tolist():
-        rows = slice(f * per_frame, (f + 1) * per_frame)
-        weighted = torch.diag(x["beta"][b, h, f])
-        rotated, plain = turned["k"][b, rows, h], x["k"][b, rows, h]
-        fade = x["decay"][b, h, f]
-        kv[b, h] = fade * (eye - rotated.T @ weighted @ rotated) @ kv[b, h] + rotated.T @ weighted @ x["v"][b, rows, h]
-        z[b, h] = fade * (eye - plain.T @ weighted @ plain) @ z[b, h] + plain.T @ x["beta"][b, h, f]
-        numerator[b, rows, h] = turned["q"][b, rows, h] @ kv[b, h]
-        denominator[b, rows, h] = x["q"][b, rows, h] @ z[b, h]
-    return numerator, denominator, GdnState(kv, z)
-
-
-def golden_scan(prefix: str) -> tuple[dict[str, Tensor], dict[str, Tensor], GdnState]:
-    """Golden inputs (plain for the denominator, rotated for the numerator) and the state before them."""
-    gates = {name: OPS[f"{prefix}.{name}"] for name in ("beta", "decay")}
-    v = golden.tokens(OPS[f"{prefix}.v"])
-    plain = {"q": golden.tokens(OPS[f"{prefix}.q"]), "k": golden.tokens(OPS[f"{prefix}.k"]), "v": v}
-    turned = {"q": golden.tokens(OPS[f"{prefix}.q_rot"]), "k": golden.tokens(OPS[f"{prefix}.k_rot"]), "v": v}
-    state = GdnState(golden.key_rows(OPS[f"{prefix}.init_state_kv"]), OPS[f"{prefix}.init_state_z"].squeeze(-1))
-    return plain | gates, turned | gates, state
+def golden_scan(prefix: str) -> tuple[Inputs, GdnState]:
+    """Golden inputs with their tables, and the state before them."""
+    grid = {"scan": (7, 4, 6), "scan112": (4, 2, 5)}[prefix]
+    x = {name: golden.tokens(OPS[f"{prefix}.{name}"]).contiguous() for name in "qkv"}
+    tables = rope_tables(5, grid, x["q"].shape[-1], 10000.0)
+    x |= {"cos": tables.cos, "sin": tables.sin} | {name: OPS[f"{prefix}.{name}"] for name in ("beta", "decay")}
+    kv, z = golden.key_rows(OPS[f"{prefix}.init_state_kv"]), OPS[f"{prefix}.init_state_z"].squeeze(-1)
+    return x, GdnState(kv.contiguous(), z.contiguous())
 
 
 def relative(ours: Tensor, reference: Tensor) -> float:
@@ -74,116 +57,142 @@ def relative(ours: Tensor, reference: Tensor) -> float:
 
 
 @pytest.mark.parametrize("prefix", ["scan", "scan112"])
-def test_scan_state_and_quotient_match_golden(prefix: str) -> None:
-    plain, turned, state = golden_scan(prefix)
-    numerator, _, final = gdn_scan(**turned, initial_state=state)
-    _, denominator, final_plain = gdn_scan(**plain, initial_state=state)
-    reverse = (gdn_scan(**turned, reverse=True)[0], gdn_scan(**plain, reverse=True)[1])
-    out = gdn_merge((numerator, denominator), reverse, EPS)
-    assert final is not None
-    assert final_plain is not None
-    assert relative(final.kv, golden.key_rows(OPS[f"{prefix}.final_state_kv"])) < 1e-6
-    assert relative(final_plain.z, OPS[f"{prefix}.final_state_z"].squeeze(-1)) < 1e-6
-    assert relative(out, golden.tokens(OPS[f"{prefix}.cached_out.ref64"])) < 1e-6
+def test_quotient_and_state_match_golden(prefix: str) -> None:
+    x, state = golden_scan(prefix)
+    found = gdn_scan(**x, direction="both", initial_state=state, eps=EPS)
+    assert found.state is not None
+    assert relative(found.out, golden.tokens(OPS[f"{prefix}.cached_out.ref64"])) < 1e-6
+    assert relative(found.state.kv, golden.key_rows(OPS[f"{prefix}.final_state_kv"])) < 1e-6
+    assert relative(found.state.z, OPS[f"{prefix}.final_state_z"].squeeze(-1)) < 1e-6
+    fresh = gdn_scan(**x, direction="both", eps=EPS)
+    assert relative(fresh.out, golden.tokens(OPS[f"{prefix}.bidir_out.ref64"])) < 1e-6
 
 
-@pytest.mark.parametrize(("direction", "reverse"), [("fwd", False), ("rev", True)])
-def test_numerator_and_denominator_match_golden(direction: str, *, reverse: bool) -> None:
-    plain, turned, state = golden_scan("scan")
-    seed = None if reverse else state
-    numerator, _, _ = gdn_scan(**turned, initial_state=seed, reverse=reverse)
-    _, denominator, _ = gdn_scan(**plain, initial_state=seed, reverse=reverse)
-    assert relative(numerator, golden.tokens(OPS[f"scan.{direction}_num"])) < 1e-6
-    assert relative(denominator, golden.tokens(OPS[f"scan.{direction}_den"]).squeeze(-1)) < 1e-6
-
-
-def test_one_call_without_state_matches_golden() -> None:
-    plain, _, _ = golden_scan("scan")
-    tables = rope_tables(5, (7, 4, 6), 16, 10000.0)
-    out, _ = gdn_bidirectional(**plain, cos=tables.cos, sin=tables.sin, eps=EPS)
-    assert relative(out, golden.tokens(OPS["scan.bidir_out.ref64"])) < 1e-6
+@pytest.mark.parametrize(("direction", "name"), [("forward", "fwd"), ("reverse", "rev")])
+def test_numerator_and_denominator_match_golden(direction: Direction, name: str) -> None:
+    x, state = golden_scan("scan")
+    found = gdn_scan(**x, direction=direction, initial_state=state if direction == "forward" else None)
+    assert found.denominator is not None
+    assert relative(found.out, golden.tokens(OPS[f"scan.{name}_num"])) < 1e-6
+    assert relative(found.denominator, golden.tokens(OPS[f"scan.{name}_den"]).squeeze(-1)) < 1e-6
 
 
 @pytest.mark.parametrize("dim", [16, 40])
 @pytest.mark.parametrize("per_frame", [1, 7])
 @pytest.mark.parametrize("frames", [1, 3])
-def test_scan_equals_the_written_out_recurrence(frames: int, per_frame: int, dim: int) -> None:
-    inputs, state = random_scan(frames, per_frame, dim, torch.float64), random_state(dim, torch.float64)
-    numerator, denominator, final = gdn_scan(**inputs, initial_state=state)
-    expected_numerator, expected_denominator, expected = explicit_recurrence(inputs, state)
-    assert final is not None
-    assert numerator.dtype == torch.float64
-    for ours, reference in (
-        (numerator, expected_numerator),
-        (denominator, expected_denominator),
-        (final.kv, expected.kv),
-        (final.z, expected.z),
-    ):
-        torch.testing.assert_close(ours, reference, rtol=0, atol=1e-12)
+def test_forward_equals_the_written_out_recurrence(frames: int, per_frame: int, dim: int) -> None:
+    x, state = draw(frames, per_frame, dim), draw_state(dim)
+    assert_close(tensors(gdn_scan(**x, initial_state=state)), explicit(x, state))
+    assert_close(tensors(gdn_scan(**x)), explicit(x))
 
 
-@pytest.mark.parametrize("at", range(1, 5))
-def test_cutting_a_forward_scan_changes_no_bit(at: int) -> None:
-    inputs, state = random_scan(5, 7, 16), random_state(16)
-    whole = gdn_scan(**inputs, initial_state=state)
-    first = gdn_scan(**cut(inputs, 0, at), initial_state=state)
-    second = gdn_scan(**cut(inputs, at, 5), initial_state=first[2])
-    assert torch.equal(torch.cat((first[0], second[0]), dim=1), whole[0])
-    assert torch.equal(torch.cat((first[1], second[1]), dim=1), whole[1])
-    assert whole[2] is not None
-    assert second[2] is not None
-    assert all(map(torch.equal, second[2], whole[2]))
+@pytest.mark.parametrize("starts", [[0], STARTS, list(range(FRAMES))], ids=str)
+def test_reverse_equals_the_written_out_recurrence(starts: list[int]) -> None:
+    x = draw()
+    assert_close(tensors(gdn_scan(**x, direction="reverse", chunk_starts=starts)), explicit(x, reverse=starts))
 
 
-def test_reverse_scan_is_exclusive_and_uses_the_decay_of_the_absorbed_frame() -> None:
-    inputs = random_scan(2, 7, 16, torch.float64)
-    numerator, denominator, final = gdn_scan(**inputs, reverse=True)
-    assert final is None
-    assert not numerator[:, 7:].any()
-    assert not denominator[:, 7:].any()
-    later = gdn_scan(**cut(inputs, 1, 2))[2]
-    assert later is not None
-    queries = rotate(inputs["q"], inputs["cos"], inputs["sin"])[:, :7]
-    expected = torch.einsum("bshd,bhde->bshe", queries, later.kv)
-    torch.testing.assert_close(numerator[:, :7], expected, rtol=0, atol=1e-12)
+def test_reverse_is_exclusive_and_has_no_state() -> None:
+    found = gdn_scan(**draw(), direction="reverse")
+    assert found.state is None
+    assert found.denominator is not None
+    assert found.out[:, :-PER_FRAME].any()
+    assert not found.out[:, -PER_FRAME:].any()
+    assert not found.denominator[:, -PER_FRAME:].any()
 
 
-def test_scan_leaves_its_arguments_alone() -> None:
-    inputs, state = random_scan(3, 7, 16), random_state(16)
-    before = [x.clone() for x in (*inputs.values(), *state)]
-    gdn_bidirectional(**inputs, initial_state=state, eps=EPS)
-    assert all(map(torch.equal, (*inputs.values(), *state), before))
+@pytest.mark.parametrize("chunk_starts", [None, STARTS], ids=str)
+def test_both_is_the_sum_and_keeps_the_forward_state(chunk_starts: list[int] | None) -> None:
+    x, state = draw(), draw_state()
+    forward = tensors(gdn_scan(**x, initial_state=state, chunk_starts=chunk_starts))
+    reverse = tensors(gdn_scan(**x, direction="reverse", chunk_starts=chunk_starts))
+    both = gdn_scan(**x, direction="both", initial_state=state, chunk_starts=chunk_starts)
+    assert_same_bits(tensors(both), (forward[0] + reverse[0], forward[1] + reverse[1], *forward[2:]))
 
 
-def test_results_are_contiguous() -> None:
-    numerator, denominator, final = gdn_scan(**random_scan(3, 7, 16), initial_state=random_state(16))
-    assert final is not None
-    assert all(x.is_contiguous() for x in (numerator, denominator, *final))
+def test_quotient_adds_eps_once_and_comes_in_the_dtype_of_v() -> None:
+    x, state, gate = draw(), draw_state(), draw(dtype=FP32)["v"]
+    apart = gdn_scan(**x, direction="both", initial_state=state)
+    assert apart.denominator is not None
+    quotient = gdn_scan(**x, direction="both", initial_state=state, eps=0.5)
+    assert quotient.denominator is None
+    expected = apart.out / (apart.denominator + 0.5)[..., None]
+    assert_close((quotient.out,), (expected,))
+    gated = gdn_scan(**x, direction="both", initial_state=state, eps=0.5, gate=gate)
+    assert_close((gated.out,), (expected * silu(gate.double()),))
+    assert gdn_scan(**x | {"v": x["v"].bfloat16()}, eps=0.5).out.dtype == BF16
 
 
-def test_half_precision_input_is_computed_in_fp32() -> None:
-    inputs = random_scan(3, 7, 16)
-    halves = {name: x.bfloat16() for name, x in inputs.items()}
-    out, state = gdn_bidirectional(**halves, eps=EPS)
-    expected, _ = gdn_bidirectional(**{name: x.float() for name, x in halves.items()}, eps=EPS)
-    assert out.dtype == state.kv.dtype == torch.float32
-    assert torch.equal(out, expected)
+def explicit_norm(x: Tensor, weight: Tensor | None, norm: str, norm_eps: float) -> Tensor:
+    """Token by token and head by head."""
+    rows = x.clone().flatten(2)
+    width = {"none": 0, "head": DIM, "full": HEADS * DIM}[norm]
+    for b, n, start in product(range(x.shape[0]), range(x.shape[1]), range(0, HEADS * DIM, width) if width else ()):
+        row = rows[b, n, start : start + width]
+        row /= ((row @ row) / width + norm_eps).sqrt()
+    return (rows if weight is None else rows * weight.double()).view_as(x).clamp(min=0)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        pytest.param({"reverse": True, "initial_state": random_state(16)}, "no initial_state", id="reverse-with-state"),
-        pytest.param({"initial_state": random_state(24)}, "initial_state must be", id="state-of-another-dim"),
-        pytest.param({"sin": None}, "together", id="cos-without-sin"),
-        pytest.param({"v": torch.zeros(2, 21, 3, 8)}, "differ in shape", id="short-v"),
-        pytest.param({"beta": torch.zeros(2, 3, 3, 8)}, "does not fit", id="beta-of-other-frames"),
-        pytest.param({"decay": torch.zeros(2, 3, 4)}, "decay must be", id="decay-of-other-frames"),
-    ],
-)
-def test_misfits_are_refused(changes: dict[str, Tensor | bool | None], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        gdn_scan(**(random_scan(3, 7, 16) | changes))
+@pytest.mark.parametrize("weight", [None, FP32, BF16], ids=str)
+@pytest.mark.parametrize("norm", ["head", "full"])
+def test_raw_tokens_are_normed_rectified_and_scaled(norm: Norm, weight: torch.dtype | None) -> None:
+    x = draw()
+    raw = x | {"q": torch.randn_like(x["q"]) * 3, "k": torch.randn_like(x["k"]) * 3}
+    weights = [None if weight is None else torch.randn(HEADS * DIM).to(weight) for _ in "qk"]
+    named = dict(zip(("q_weight", "k_weight"), weights, strict=True))
+    prepared = {name: explicit_norm(raw[name], w, norm, 0.1) for name, w in zip("qk", weights, strict=True)}
+    prepared["k"] *= 0.09
+    found = gdn_scan(**raw, norm=norm, **named, norm_eps=0.1, k_scale=0.09)
+    assert_close(tensors(found), explicit(x | prepared))
+
+
+def test_without_a_norm_tokens_are_rectified_and_keys_scaled_for_both_memories() -> None:
+    x = draw()
+    signed = x | {"q": torch.randn_like(x["q"]), "k": torch.randn_like(x["k"])}
+    prepared = {"q": signed["q"].clamp(min=0), "k": signed["k"].clamp(min=0) * 0.09}
+    assert_close(tensors(gdn_scan(**signed, k_scale=0.09)), explicit(x | prepared))
+
+
+def test_given_inverse_rms_replaces_the_computed_one() -> None:
+    x = draw()
+    given = tuple((x[name].square().mean(dim=(2, 3)) + 1e-5).rsqrt() for name in "qk")
+    computed = tensors(gdn_scan(**x, norm="full", k_scale=0.09))
+    assert_close(tensors(gdn_scan(**x, norm="full", k_scale=0.09, inverse_rms=given)), computed)
+    halved = gdn_scan(**x, norm="full", k_scale=0.18, inverse_rms=(given[0], given[1] / 2))
+    assert_close(tensors(halved), computed)
+
+
+@pytest.mark.parametrize("batched", [False, True], ids=["shared", "batched"])
+@pytest.mark.parametrize("repeated", [False, True], ids=["pairs", "repeated"])
+def test_tables_come_in_four_forms(*, batched: bool, repeated: bool) -> None:
+    x, state = draw(), draw_state()
+    tables = {name: x[name].repeat_interleave(2 if repeated else 1, dim=-1) for name in ("cos", "sin")}
+    if batched:
+        tables = {name: table.expand(2, -1, -1).contiguous() for name, table in tables.items()}
+    both = {"direction": "both", "initial_state": state}
+    assert_same_bits(tensors(gdn_scan(**x | tables, **both)), tensors(gdn_scan(**x, **both)))
+
+
+def test_no_tables_are_no_rotation() -> None:
+    x = draw()
+    still = x | {"cos": torch.ones_like(x["cos"]), "sin": torch.zeros_like(x["sin"])}
+    plain = {name: y for name, y in x.items() if name not in ("cos", "sin")}
+    assert_same_bits(tensors(gdn_scan(**plain)), tensors(gdn_scan(**still)))
+
+
+def test_sessions_at_different_frames_share_a_batch() -> None:
+    x = draw(frames=3, per_frame=6)
+    tables = [rope_tables(start, (3, 2, 3), DIM, 10000.0) for start in (0, 121, 4000)]
+    x |= {"cos": torch.stack([t.cos for t in tables]), "sin": torch.stack([t.sin for t in tables])}
+    x |= {name: torch.cat((x[name], x[name][:1].flip(1))) for name in ("q", "k", "v", "beta", "decay")}
+    state = draw_state(rows=3)
+    batched = tensors(gdn_scan(**x, direction="both", initial_state=state))
+    for b, table in enumerate(tables):
+        single = {name: y[b : b + 1] for name, y in x.items()} | {"cos": table.cos, "sin": table.sin}
+        own = GdnState(*(y[b : b + 1] for y in state))
+        assert_close(
+            tensors(gdn_scan(**single, direction="both", initial_state=own)), tuple(y[b : b + 1] for y in batched)
+        )
 
 
 def test_short_conv_over_the_whole_clip_matches_golden() -> None:

@@ -1,20 +1,33 @@
-"""Plain PyTorch reference of the frame-wise gated delta rule (SANA-WM, arXiv 2605.15178)."""
+"""Plain PyTorch reference of the frame-wise gated delta rule with a normaliser (SANA-WM, arXiv 2605.15178)."""
 
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
+from longtake.kernels.checks import FLOATS, WEIGHTS, check_scan, require
 from longtake.kernels.delta import (
+    Direction,
+    Frames,
+    ReverseInputs,
+    ScanInputs,
     accumulation_dtype,
-    by_frame,
     by_token,
-    check_scan,
-    check_tables,
+    check_direction,
+    check_states,
     delta_scan,
-    start_state,
+    frames_of,
+    load_state,
+    restart_mask,
+    store_state,
 )
-from longtake.kernels.rope import rotate
+from longtake.kernels.gdn.merge import gdn_merge_reference as gdn_merge
+from longtake.kernels.rope import pair_tables, rotate
+
+Norm = Literal["none", "head", "full"]
+"""RMS norm of q and k: none, over the D entries of each head, or over all H*D entries of a token."""
 
 
 class GdnState(NamedTuple):
@@ -27,30 +40,99 @@ class GdnState(NamedTuple):
     z: Tensor
 
 
-def full_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """RMS norm over all heads together: x / √(mean(x²) + eps) · weight.
+class GdnOutput(NamedTuple):
+    """`out` [B,N,H,D]: numerator, or quotient; `denominator` [B,N,H] beside a numerator; `state` unless in reverse."""
 
-    x [B,N,H,D], weight [H*D] or None → [B,N,H,D] in fp32 (float64 stays).
+    out: Tensor
+    denominator: Tensor | None
+    state: GdnState | None
+
+
+def check_norm(
+    q: Tensor,
+    norm: str,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    inverse_rms: tuple[Tensor, Tensor] | None,
+) -> None:
+    """Raise `ValueError` unless weights [H*D] come with a norm and inverse RMS [B,N] with the full one."""
+    if norm not in get_args(Norm):
+        raise ValueError(f"norm is one of {get_args(Norm)}, got {norm!r}")
+    for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
+        if weight is None:
+            continue
+        if norm == "none":
+            raise ValueError(f"{name} needs a norm, and norm is 'none'")
+        require(name, weight, (q.shape[2] * q.shape[3],), WEIGHTS, like=q)
+    if inverse_rms is None:
+        return
+    if norm != "full":
+        raise ValueError(f"inverse_rms needs norm 'full', got {norm!r}")
+    for name, scale in zip("qk", inverse_rms, strict=True):
+        require(f"inverse_rms of {name}", scale, q.shape[:2], like=q)
+
+
+def check_gate(gate: Tensor | None, eps: float | None, q: Tensor) -> None:
+    """Raise `ValueError` unless a gate is [B,N,H,D] and comes with `eps`: it goes onto a quotient."""
+    if gate is None:
+        return
+    if eps is None:
+        raise ValueError("gate needs eps: it is multiplied onto the quotient")
+    require("gate", gate, q.shape, FLOATS, like=q)
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor | None, *, norm: Norm = "full", eps: float, inverse_rms: Tensor | None = None
+) -> Tensor:
+    """RMS norm x / √(mean(x²) + eps) · weight, over each head or over all heads together.
+
+    Args:
+        x: [B,N,H,D], not changed. weight: [H*D], or None for ones.
+        eps: added to the mean square. inverse_rms: [B,N], used instead of a computed 1 / √(mean(x²) + eps).
+
+    Returns:
+        [B,N,H,D] in fp32 (float64 stays).
     """
     wide = x.to(accumulation_dtype(x))
-    wide = wide * torch.rsqrt(wide.square().mean(dim=(-2, -1), keepdim=True) + eps)
+    if norm == "none":
+        return wide
+    if inverse_rms is None:
+        over = (-2, -1) if norm == "full" else (-1,)
+        scale = torch.rsqrt(wide.square().mean(dim=over, keepdim=True) + eps)
+    else:
+        scale = inverse_rms.to(wide.dtype)[..., None, None]
+    wide = wide * scale
     return wide if weight is None else wide * weight.to(wide.dtype).view(x.shape[-2:])
 
 
 def gdn_prepare(
-    q: Tensor, k: Tensor, *, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, k_scale: float
+    q: Tensor,
+    k: Tensor,
+    *,
+    norm: Norm = "full",
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    norm_eps: float = 1e-5,
+    inverse_rms: tuple[Tensor, Tensor] | None = None,
+    k_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Norm over all heads together, ReLU, and the key scale D^−½·S^−½ that keeps I − P contractive.
+    """Norm, ReLU, and the key scale: what `gdn_scan` does with its q and k when given the same arguments.
 
     Args:
         q, k: [B,N,H,D], k after its short convolution; not changed.
-        q_weight, k_weight: [H*D] learned norm weights, or None.
-        eps: added to the mean square. k_scale: multiplied onto k after ReLU.
+        norm, q_weight, k_weight, norm_eps, inverse_rms: as in `gdn_scan`.
+        k_scale: multiplied onto k after ReLU; D^−½·S^−½ keeps I − P contractive.
 
     Returns:
         q, k [B,N,H,D] fp32 (float64 for float64 input).
+
+    Raises:
+        ValueError: weights or inverse RMS do not fit q or the norm.
     """
-    return full_rms_norm(q, q_weight, eps).relu(), full_rms_norm(k, k_weight, eps).relu() * k_scale
+    check_norm(q, norm, q_weight, k_weight, inverse_rms)
+    q_rms, k_rms = inverse_rms or (None, None)
+    q = rms_norm(q, q_weight, norm=norm, eps=norm_eps, inverse_rms=q_rms).relu()
+    return q, rms_norm(k, k_weight, norm=norm, eps=norm_eps, inverse_rms=k_rms).relu() * k_scale
 
 
 def gdn_scan(
@@ -60,74 +142,94 @@ def gdn_scan(
     beta: Tensor,
     decay: Tensor,
     *,
+    direction: Direction = "forward",
+    norm: Norm = "none",
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    norm_eps: float = 1e-5,
+    inverse_rms: tuple[Tensor, Tensor] | None = None,
+    k_scale: float = 1.0,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
+    eps: float | None = None,
+    gate: Tensor | None = None,
     initial_state: GdnState | None = None,
-    reverse: bool = False,
-) -> tuple[Tensor, Tensor, GdnState | None]:
-    """One direction of the recurrence, numerator and denominator apart.
+    out_state: GdnState | None = None,
+    slots: Tensor | None = None,
+    chunk_starts: Tensor | Sequence[int] | None = None,
+    reverse: ReverseInputs | None = None,
+) -> GdnOutput:
+    """The recurrence in one direction or both: numerator and denominator, or their quotient.
 
-    M_t = g_t·(I − K̃_tᵀ·diag(β_t)·K̃_t)·M_{t−1} + K̃_tᵀ·diag(β_t)·V_t and z_t likewise from K_t and ones, where K̃ is K
-    rotated: only the numerator Q̃_t·M_t sees the rotation, the denominator is Q_t·z_t. Reverse: exclusive and local,
-    R_{F−1} = 0, R_t = g_{t+1}·(I − P_{t+1})·R_{t+1} + A_{t+1}.
+    Q = relu(norm(q)), K = relu(norm(k))·k_scale, and Q̃, K̃ are Q, K rotated. Forward, inclusive:
+    M_t = g_t·(I − K̃_tᵀ·diag(β_t)·K̃_t)·M_{t−1} + K̃_tᵀ·diag(β_t)·V_t, and z_t likewise from K_t and ones; the numerator
+    is Q̃_t·M_t, the denominator Q_t·z_t: only the numerator sees the rotation. Reverse, exclusive:
+    R_{F−1} = 0, R_t = g_{t+1}·(I − P_{t+1})·R_{t+1} + A_{t+1} with P, A the products above. Both: the sums of the two.
 
     Args:
-        q, k, v: [B,N,H,D], N = F*S, frames first. beta: [B,H,F,S]. decay: [B,H,F] in (0,1]. None is changed.
-        cos, sin: [N,D/2] tables of the interleaved rotation; None: no rotation.
-        initial_state: memory of the frames before; None: empty.
-        reverse: scan from the last frame back.
+        q, k, v: [B,N,H,D], N = F*S, frames first. beta: [B,H,F,S], not negative. decay: [B,H,F] in [0,1].
+        norm: RMS norm of q and k: "none", "head" (over D) or "full" (over H*D). q_weight, k_weight: its weights [H*D];
+            None: ones. norm_eps: added to the mean square. inverse_rms: of q and k, [B,N] fp32 each, with norm "full".
+        k_scale: multiplied onto k after ReLU.
+        cos, sin: tables of the interleaved rotation, [N,D/2] or [N,D] (each pair twice), or [B,N,·]; None: no rotation.
+        eps: added once to the summed denominator of a quotient; None: numerator and denominator apart.
+        gate: [B,N,H,D]; the quotient is multiplied by silu(gate).
+        initial_state: memory of the frames before; None: empty. With `slots` int64 [B] states are pools
+            [slots,H,D,D] and [slots,H,D], and batch entry b uses row slots[b].
+        out_state: takes the final state; may be `initial_state`. No two of its slots may be the same.
+        chunk_starts: first frames of the chunks, ascending from 0, int64 [C] or numbers: the reverse scan begins anew
+            in each, so that no frame reads a later chunk.
+        reverse: other inputs of the reverse scan, with direction "both". With `chunk_starts` those at the first frame
+            of every chunk but the first are never absorbed, whatever they hold.
+        None of the arguments but `out_state` is changed.
 
     Returns:
-        numerator [B,N,H,D], denominator [B,N,H] and the final state (None in reverse); all contiguous, fp32
-        (float64 for float64 input).
+        Without `eps`: numerator [B,N,H,D] and denominator [B,N,H], fp32 (float64 for float64 input). With `eps`: the
+        quotient [B,N,H,D] in the dtype of v. The state is `out_state`, or fresh [B,H,D,D] and [B,H,D], or None in
+        reverse. All contiguous.
 
     Raises:
-        ValueError: shapes do not fit, only one of cos and sin is given, or a state is given in reverse.
+        ValueError: an argument has a wrong shape, dtype, device or layout, or does not go with another one.
     """
     check_scan(q, k, v, beta, decay)
-    check_tables(cos, sin, q)
+    inputs = ScanInputs(q, k, v, beta, decay, inverse_rms)
+    check_direction(direction, inputs, reverse)
+    check_gate(gate, eps, q)
+    check_states(q, direction, initial_state, out_state, slots)
+    tables, restarts = pair_tables(cos, sin, q, q.shape[-1]), restart_mask(chunk_starts, decay.shape[2], q.device)
+    prepare = partial(gdn_prepare, norm=norm, q_weight=q_weight, k_weight=k_weight, norm_eps=norm_eps, k_scale=k_scale)
+    ahead = _streams(inputs, prepare, tables)
+    back = ahead if reverse is None else _streams(inputs.replaced(reverse), prepare, tables)
+    kv, z = _start(initial_state, slots, q)
+    numerator, last_kv = delta_scan(ahead[0], back[0], kv, direction, restarts)
+    denominators, last_z = delta_scan(ahead[1], back[1], z[..., None], direction, restarts)
+    out, denominator = by_token(numerator), by_token(denominators).squeeze(-1)
+    state = None
+    if last_kv is not None and last_z is not None:
+        state = _finish(GdnState(last_kv, last_z.squeeze(-1)), out_state, slots)
+    if eps is None:
+        return GdnOutput(out, denominator, state)
+    return GdnOutput(gdn_merge((out, denominator), eps=eps, gate=gate, dtype=v.dtype), None, state)
+
+
+def _streams(
+    x: ScanInputs, prepare: Callable[..., tuple[Tensor, Tensor]], tables: tuple[Tensor, Tensor] | None
+) -> tuple[Frames, Frames]:
+    """What KV and Z absorb and who reads them: rotated keys with the values, plain keys with ones."""
+    q, k = prepare(x.q, x.k, inverse_rms=x.inverse_rms)
+    turned = (q, k) if tables is None else (rotate(q, *tables), rotate(k, *tables))
+    ones = torch.ones_like(x.v[..., :1])
+    return frames_of(*turned, x.v, x.beta, x.decay), frames_of(q, k, ones, x.beta, x.decay)
+
+
+def _start(state: GdnState | None, slots: Tensor | None, q: Tensor) -> tuple[Tensor, Tensor]:
+    """KV [B,H,D,D] and Z [B,H,D] to begin with."""
     batch, _, heads, dim = q.shape
-    dtype = accumulation_dtype(q)
-    q, k, v, beta, decay = (x.to(dtype) for x in (q, k, v, beta, decay))
-    turned_q, turned_k = (q, k) if cos is None or sin is None else (rotate(q, cos, sin), rotate(k, cos, sin))
-    kv, z = (None, None) if initial_state is None else (initial_state.kv, initial_state.z[..., None])
-    kv = start_state(kv, (batch, heads, dim, dim), q, reverse=reverse)
-    z = start_state(z, (batch, heads, dim, 1), q, reverse=reverse)
-    q, k, v, turned_q, turned_k = (by_frame(x, beta.shape[2]) for x in (q, k, v, turned_q, turned_k))
-    numerator, kv = delta_scan(turned_q, turned_k, v, beta, decay, kv, reverse=reverse)
-    denominator, z = delta_scan(q, k, torch.ones_like(v[..., :1]), beta, decay, z, reverse=reverse)
-    final_state = None if reverse else GdnState(kv.contiguous(), z.squeeze(-1).contiguous())
-    return by_token(numerator), by_token(denominator).squeeze(-1), final_state
+    kv, z = (None, None) if state is None else state
+    return load_state(kv, slots, (batch, heads, dim, dim), q), load_state(z, slots, (batch, heads, dim), q)
 
 
-def gdn_merge(forward: tuple[Tensor, Tensor], reverse: tuple[Tensor, Tensor], eps: float) -> Tensor:
-    """(num_f + num_r) / (den_f + den_r + eps).
-
-    forward, reverse: numerator [B,N,H,D] and denominator [B,N,H] of each direction → [B,N,H,D].
-    """
-    return (forward[0] + reverse[0]) / (forward[1] + reverse[1] + eps)[..., None]
-
-
-def gdn_bidirectional(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    decay: Tensor,
-    *,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-    initial_state: GdnState | None = None,
-    eps: float,
-) -> tuple[Tensor, GdnState]:
-    """Forward scan from `initial_state` plus the local reverse scan, merged.
-
-    Arguments as in `gdn_scan`; `eps` is added to the denominator.
-
-    Returns:
-        out [B,N,H,D] and the forward scan's final state; fp32 (float64 for float64 input).
-    """
-    *forward, final_state = gdn_scan(q, k, v, beta, decay, cos=cos, sin=sin, initial_state=initial_state)
-    *reverse, _ = gdn_scan(q, k, v, beta, decay, cos=cos, sin=sin, reverse=True)
-    assert final_state is not None
-    return gdn_merge((forward[0], forward[1]), (reverse[0], reverse[1]), eps), final_state
+def _finish(state: GdnState, out: GdnState | None, slots: Tensor | None) -> GdnState:
+    """The state, written to `out` if there is one."""
+    kv, z = (None, None) if out is None else out
+    return GdnState(store_state(state.kv, kv, slots), store_state(state.z, z, slots))

@@ -1,8 +1,7 @@
-"""Camera geometry as the model reads it: ray maps, Plücker maps and ray-relative projections (UCPE).
+"""Camera geometry as the model reads it: ray maps and Plücker maps.
 
 Pixels are on the integer grid of the latent frame (u = 0…w−1, v = 0…h−1, no half-pixel offset), and their directions
-are `((u − cx) / fx, (v − cy) / fy, 1)`. Products are written out element by element: under autocast or with TF32
-a matrix product would fall below fp32.
+are `((u − cx) / fx, (v − cy) / fy, 1)`.
 """
 
 from typing import NamedTuple
@@ -53,36 +52,6 @@ def plucker_map(c2w: NDArray[np.float64], intrinsics: NDArray[np.float64], heigh
     origins = poses[..., None, None, :3, 3].expand_as(directions)
     rays = torch.cat([directions, torch.linalg.cross(origins, directions)], dim=-1)
     return rays.permute(1, 4, 0, 2, 3).flatten(0, 1).float()
-
-
-def ray_matrices(raymap: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
-    """World-to-ray transforms of every latent pixel and their inverses (UCPE, pinhole).
-
-    The ray frame has z along the ray, x = y_camera × z and y = z × x, all of unit length, and sits at the camera
-    centre t: P = [[R, −R t], [0, 1]] and P⁻¹ = [[Rᵀ, t], [0, 1]]. A ray without a finite frame gets the identity.
-
-    Args:
-        raymap: [B,F,20] of `raymap`; read as fp32.
-        height: h, rows of the latent frame.
-        width: w, columns of the latent frame.
-
-    Returns:
-        P and P⁻¹, each [B,F·h·w,4,4] fp32 on the device of `raymap`, frame by frame, row by row.
-    """
-    packed = raymap.float()
-    c2w, intrinsics = packed[..., :16].reshape(*packed.shape[:-1], 4, 4), packed[..., 16:]
-    z = _world_rays(c2w, intrinsics, height, width)
-    x = _unit(torch.linalg.cross(c2w[..., None, None, :3, 1].expand_as(z), z))
-    rotation = torch.stack([x, _unit(torch.linalg.cross(z, x)), z], dim=-2)
-    centre = c2w[..., None, None, :3, 3].expand_as(z)
-    projection = _rigid(rotation, -(rotation * centre[..., None, :]).sum(-1))
-    inverse = _rigid(rotation.transpose(-1, -2), centre)
-    finite = projection.isfinite().all(-1).all(-1)[..., None, None]
-    identity = torch.eye(4, device=packed.device)
-    return (
-        torch.where(finite, projection, identity).flatten(1, 3),
-        torch.where(finite, inverse, identity).flatten(1, 3),
-    )
 
 
 def chunk_geometry(
@@ -139,12 +108,3 @@ def _world_rays(c2w: Tensor, intrinsics: Tensor, height: int, width: int) -> Ten
 def _unit(vectors: Tensor) -> Tensor:
     length: Tensor = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
     return vectors / length
-
-
-def _rigid(rotation: Tensor, translation: Tensor) -> Tensor:
-    """[..., 4, 4] from a rotation [..., 3, 3] and a translation [..., 3]."""
-    matrices = translation.new_zeros(*translation.shape[:-1], 4, 4)
-    matrices[..., :3, :3] = rotation
-    matrices[..., :3, 3] = translation
-    matrices[..., 3, 3] = 1.0
-    return matrices

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from longtake.kernels import gate_merge
 from longtake.server.model.config import SanaWMConfig
 from longtake.server.model.layers import RMSNorm
 
@@ -37,13 +38,11 @@ class CameraAttention(nn.Module):
     def merge(self, h: Tensor, main: Tensor, camera: Tensor | None) -> Tensor:
         """Output of the attention: (main + out_proj_cam(camera)) · silu(gate of h), gated in fp32, then projected.
 
-        h [B,F,S,C], main and camera [B,N,H,D] → [B,F,S,C].
+        h [B,F,S,C], main and camera [B,N,H,D] in the dtype of h → [B,F,S,C].
         """
-        y = main.flatten(2).view(h.shape).to(h.dtype)
-        if camera is not None:
-            y = y + self.out_proj_cam(camera.flatten(2).view(h.shape).to(h.dtype))
-        gated = y.float() * functional.silu(self.output_gate(h).float())
-        return cast(Tensor, self.proj(gated.to(h.dtype)))
+        projected = None if camera is None else self.out_proj_cam(camera.reshape(h.shape))
+        gated = gate_merge(main.reshape(h.shape).contiguous(), projected, self.output_gate(h))
+        return cast(Tensor, self.proj(gated))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, mask: Tensor | None = None) -> Tensor:

@@ -6,6 +6,7 @@ import platform
 import torch
 
 from longtake.kernels import backend as kernels
+from longtake.server.model.precision import scan_precision
 from longtake.server.model.transformer import SanaWMTransformer
 from longtake.server.model.vae import CausalVideoVAE
 
@@ -29,7 +30,7 @@ def numerics_fingerprint(device: torch.device, dtype: torch.dtype) -> str:
         platform.machine(),
         torch.backends.cpu.get_cpu_capability(),
         str(torch.get_num_threads()),
-        kernels.numerics(device),
+        kernels.numerics(device, scan_precision(dtype)),
     ]
     if device.type == "cuda":
         parts += [torch.cuda.get_device_name(device), str(torch.version.cuda)]

@@ -1,15 +1,30 @@
 """Self-attention of gated delta blocks: main branch with a normaliser, camera branch without."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from longtake.kernels.cam import cam_bidirectional, cam_discount, cam_output, cam_prepare
-from longtake.kernels.gdn import GdnState, gdn_bidirectional, gdn_prepare, short_conv
+from longtake.kernels import (
+    CamOutput,
+    GdnState,
+    cam_branch,
+    cam_discount,
+    cam_output,
+    cam_prepare,
+    cam_scan,
+    frame_gates,
+    gdn_scan,
+    short_conv,
+)
 from longtake.server.model.attention import CameraAttention
 from longtake.server.model.conditions import CameraCondition, ChunkCondition
 from longtake.server.model.config import SanaWMConfig
-from longtake.server.model.state import GdnMemory, owned
+from longtake.server.model.precision import scan_precision
+from longtake.server.model.state import GdnMemory
+
+Tokens = tuple[Tensor, Tensor, Tensor]
+Gates = tuple[Tensor, Tensor]
 
 
 class ShortConv(nn.Module):
@@ -39,10 +54,8 @@ class GdnAttention(CameraAttention):
 
     def gates(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """Beta [B,H,F,S] = σ(W_β·h) and decay [B,H,F] = exp(−exp(A_log)·softplus(W_g·mean(h) + dt_bias))."""
-        beta = self.beta_proj(h).float().sigmoid().permute(0, 3, 1, 2)
-        gate = self.gate_proj(h.float().mean(dim=2).to(h.dtype)).float()
-        decay = torch.exp(-self.A_log.float().exp() * functional.softplus(gate + self.dt_bias.float()))
-        return beta, decay.transpose(1, 2)
+        decay_logits = self.gate_proj(h.float().mean(dim=2).to(h.dtype))
+        return frame_gates(self.beta_proj(h), decay_logits, self.A_log, self.dt_bias)
 
     def forward(
         self, h: Tensor, chunk: ChunkCondition, memory: GdnMemory | None, *, write: bool
@@ -56,8 +69,7 @@ class GdnAttention(CameraAttention):
         out = self.merge(h, main, camera)
         if not write:
             return out, None
-        tail = owned(cam_k_tail) if self.config.cache_cam_conv else None
-        return out, GdnMemory(owned(state.kv), owned(state.z), owned(cam_kv), owned(k_tail), tail)
+        return out, GdnMemory(state.kv, state.z, cam_kv, k_tail, cam_k_tail if self.config.cache_cam_conv else None)
 
     def k_scale(self, h: Tensor) -> float:
         """D^−½·S^−½, which keeps the transition contractive at any resolution."""
@@ -69,27 +81,26 @@ class GdnAttention(CameraAttention):
         """Main branch [B,N,H,D], its state and the tail of raw keys."""
         q, k, v = self.qkv(h).chunk(3, dim=-1)
         k, k_tail = self.conv_k(k, None if memory is None else memory.k_tail)
-        q, k = gdn_prepare(
+        found = gdn_scan(
             self.tokens(q),
             self.tokens(k),
-            q_weight=self.q_norm.weight,
-            k_weight=self.k_norm.weight,
-            eps=self.config.qk_norm_eps,
-            k_scale=self.k_scale(h),
-        )
-        state = None if memory is None else GdnState(memory.kv, memory.z)
-        out, state = gdn_bidirectional(
-            q.to(h.dtype),
-            k.to(h.dtype),
             self.tokens(v),
             beta,
             decay,
+            direction="both",
+            norm="full",
+            q_weight=self.q_norm.weight,
+            k_weight=self.k_norm.weight,
+            norm_eps=self.config.qk_norm_eps,
+            k_scale=self.k_scale(h),
             cos=chunk.cos,
             sin=chunk.sin,
-            initial_state=state,
             eps=self.config.gdn_eps,
+            initial_state=None if memory is None else GdnState(memory.kv, memory.z),
+            precision=scan_precision(h.dtype),
         )
-        return out, state, k_tail
+        assert found.state is not None
+        return found.out, found.state, k_tail
 
     def camera(
         self, h: Tensor, beta: Tensor, decay: Tensor, camera: CameraCondition, memory: GdnMemory | None
@@ -97,20 +108,34 @@ class GdnAttention(CameraAttention):
         """Camera branch [B,N,H,D], its state and the tail of raw keys."""
         tail = None if memory is None else memory.cam_k_tail
         k, k_tail = self.conv_k_cam(self.k_proj_cam(h), tail)
-        q, k, v, inflation = cam_prepare(
-            self.tokens(self.q_proj_cam(h)),
-            self.tokens(k),
-            self.tokens(self.v_proj_cam(h)),
-            camera.projection,
-            camera.projection_inverse,
-            camera.cos,
-            camera.sin,
-            q_weight=self.q_norm_cam.weight,
-            k_weight=self.k_norm_cam.weight,
-            eps=self.config.qk_norm_eps,
-            k_scale=self.k_scale(h),
-            downscale=self.config.cam_downscale_gdn,
+        tokens = (self.tokens(self.q_proj_cam(h)), self.tokens(k), self.tokens(self.v_proj_cam(h)))
+        run = self.downscaled if self.config.cam_downscale_gdn else self.branch
+        norms = {
+            "q_weight": self.q_norm_cam.weight,
+            "k_weight": self.k_norm_cam.weight,
+            "norm_eps": self.config.qk_norm_eps,
+            "k_scale": self.k_scale(h),
+        }
+        found = run(tokens, (beta, decay), camera, norms, None if memory is None else memory.cam_kv)
+        assert found.state is not None
+        return found.out, found.state, k_tail
+
+    def branch(
+        self, tokens: Tokens, gates: Gates, camera: CameraCondition, norms: dict[str, Any], state: Tensor | None
+    ) -> CamOutput:
+        """From raw camera tokens to the output, in one call."""
+        precision = scan_precision(tokens[0].dtype)
+        return cam_branch(*tokens, *gates, *camera[:4], **norms, initial_state=state, precision=precision)
+
+    def downscaled(
+        self, tokens: Tokens, gates: Gates, camera: CameraCondition, norms: dict[str, Any], state: Tensor | None
+    ) -> CamOutput:
+        """The same part by part, the prepared tokens shrunk to the RMS that they had before the ray transform."""
+        q, k, v, *_, inflation = cam_prepare(*tokens, *camera[:4], **norms, downscale=True)
+        beta, decay = gates
+        precision = scan_precision(tokens[0].dtype)
+        found = cam_scan(
+            q, k, v, cam_discount(beta, inflation), decay, direction="both", initial_state=state, precision=precision
         )
-        state = None if memory is None else memory.cam_kv
-        out, state = cam_bidirectional(q, k, v, cam_discount(beta, inflation), decay, initial_state=state)
-        return cam_output(out, camera.projection, camera.cos, camera.sin), state, k_tail
+        out = cam_output(found.out, camera.projection, camera.cos, camera.sin, dtype=tokens[0].dtype)
+        return found._replace(out=out)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from longtake.kernels.cam import cam_output, cam_prepare
+from longtake.kernels import cam_output, cam_prepare
 from longtake.kernels.rope import rotate
 from longtake.server.model.attention import CameraAttention, attend
 from longtake.server.model.conditions import CameraCondition, ChunkCondition
@@ -24,7 +24,7 @@ class SoftmaxAttention(CameraAttention):
             return self.merge(h, main, None), None
         cam_q, cam_k, cam_v = self.camera(h, chunk.camera)
         camera = self.attend([span.cam_k for span in past], [span.cam_v for span in past], cam_q, cam_k, cam_v)
-        camera = cam_output(camera.float(), chunk.camera.projection, chunk.camera.cos, chunk.camera.sin)
+        camera = cam_output(camera, chunk.camera.projection, chunk.camera.cos, chunk.camera.sin)
         span = Span(*map(owned, (k, v, cam_k, cam_v))) if write else None
         return self.merge(h, main, camera), None if span is None else remember(memory, span, self.config)
 
@@ -41,7 +41,7 @@ class SoftmaxAttention(CameraAttention):
 
     def camera(self, h: Tensor, camera: CameraCondition) -> tuple[Tensor, Tensor, Tensor]:
         """Camera q, k, v with ray-relative positions, each [B,N,H,D]."""
-        q, k, v, _ = cam_prepare(
+        tokens = cam_prepare(
             self.tokens(self.q_proj_cam(h)),
             self.tokens(self.k_proj_cam(h)),
             self.tokens(self.v_proj_cam(h)),
@@ -51,9 +51,8 @@ class SoftmaxAttention(CameraAttention):
             camera.sin,
             q_weight=self.q_norm_cam.weight,
             k_weight=self.k_norm_cam.weight,
-            eps=self.config.qk_norm_eps,
-            k_scale=1.0,
+            norm_eps=self.config.qk_norm_eps,
             relu=False,
             downscale=self.config.cam_downscale_softmax,
         )
-        return q.to(h.dtype), k.to(h.dtype), v.to(h.dtype)
+        return tokens.q.to(h.dtype), tokens.k.to(h.dtype), tokens.v.to(h.dtype)

@@ -5,7 +5,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from longtake.server.camera.rays import ray_matrices
+from longtake.kernels.cam.geometry import ray_matrices
 from longtake.server.model.attention import additive_mask
 from longtake.server.model.block import Block
 from longtake.server.model.conditions import CameraCondition, ChunkCondition, TextCondition
@@ -88,7 +88,7 @@ class SanaWMTransformer(nn.Module):
             return None
         if raymap is None or plucker is None or raymap.shape[1:] != (shape[0], 20) or plucker.shape[2:] != shape:
             raise ValueError(f"raymap must be [B,F,20] and plucker [B,C,F,h,w] for (F,h,w) = {shape}")
-        projection, inverse = ray_matrices(raymap.to(self.device, torch.float32), shape[1], shape[2])
+        projection, inverse = ray_matrices(raymap.to(self.device, torch.float32).contiguous(), shape[1], shape[2])
         rays = self.plucker_embedder(plucker.to(self.device, self.dtype))
         return CameraCondition(projection, inverse, tables.cam_cos, tables.cam_sin, rays)
 

@@ -1,0 +1,99 @@
+"""Checks of arguments that every operator shares: each misfit is a `ValueError` that names the argument."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+FP32 = (torch.float32, torch.float64)
+WEIGHTS = (torch.float32, torch.bfloat16, torch.float64)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+INDICES = (torch.int64,)
+
+
+def require(
+    name: str,
+    x: Tensor,
+    shape: Sequence[int],
+    dtypes: Sequence[torch.dtype] = FP32,
+    *,
+    like: Tensor | None = None,
+    contiguous: bool = True,
+) -> None:
+    """Raise `ValueError` unless `x` has that shape, one of the dtypes, the device of `like`, and dense rows."""
+    if tuple(x.shape) != tuple(shape):
+        raise ValueError(f"{name} must be {tuple(shape)}, got {tuple(x.shape)}")
+    if x.dtype not in dtypes:
+        raise ValueError(f"{name} must be one of {tuple(dtypes)}, got {x.dtype}")
+    if like is not None and x.device != like.device:
+        raise ValueError(f"{name} must be on {like.device}, got {x.device}")
+    if contiguous and not x.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got strides {x.stride()}")
+
+
+def require_tokens(name: str, x: Tensor, like: Tensor) -> None:
+    """Raise `ValueError` unless `x` is [B,N,H,D] as `like`, of a float dtype, with unit stride in D."""
+    require(name, x, like.shape, FLOATS, like=like, contiguous=False)
+    if x.shape[-1] > 1 and x.stride(-1) != 1:
+        raise ValueError(f"{name} must have unit stride in its last dimension, got strides {x.stride()}")
+
+
+def check_scan(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, *, frame_beta: bool = False) -> None:
+    """Raise `ValueError` unless q, k, v are [B,F*S,H,D], beta [B,H,F,S] and decay [B,H,F] on one device.
+
+    With `frame_beta` beta may also be [B,H,F].
+    """
+    if q.ndim != 4:
+        raise ValueError(f"q must be [B,N,H,D], got {tuple(q.shape)}")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        require_tokens(name, x, q)
+    batch, tokens, heads, _ = q.shape
+    if decay.ndim != 3:
+        raise ValueError(f"decay must be [B,H,F], got {tuple(decay.shape)}")
+    frames = decay.shape[2]
+    if frames == 0 or tokens % frames or tokens == 0:
+        raise ValueError(f"decay {tuple(decay.shape)} does not fit the {tokens} tokens of q")
+    require("decay", decay, (batch, heads, frames), FLOATS, like=q)
+    whole = (batch, heads, frames) if frame_beta and beta.ndim == 3 else (batch, heads, frames, tokens // frames)
+    require("beta", beta, whole, FLOATS, like=q)
+
+
+def check_state(
+    name: str, kv: Tensor, z: Tensor | None, q: Tensor, *, slots: Tensor | None = None, reverse: bool = False
+) -> None:
+    """Raise `ValueError` unless kv is [B,H,D,D] and z, if any, [B,H,D] for q [B,N,H,D].
+
+    With `slots` [B] both are pools. A reverse scan is local to its frames: it takes and gives no state.
+    """
+    if reverse:
+        raise ValueError(f"a reverse scan takes no {name}")
+    batch, _, heads, dim = q.shape
+    rows = batch if slots is None else kv.shape[0] if kv.ndim else 0
+    if slots is not None:
+        require("slots", slots, (batch,), INDICES, like=q)
+    require(f"{name} kv", kv, (rows, heads, dim, dim), like=q)
+    if z is not None:
+        require(f"{name} z", z, (rows, heads, dim), like=q)
+
+
+def starts(chunk_starts: Tensor | Sequence[int] | None, frames: int, device: torch.device) -> Tensor | None:
+    """First frames of the chunks as int64 [C] on `device`; a tensor is not read.
+
+    Raises:
+        ValueError: the numbers do not rise from 0 within the frames, or a tensor is no int64 [C] on the device.
+    """
+    if chunk_starts is None:
+        return None
+    if isinstance(chunk_starts, Tensor):
+        if chunk_starts.ndim != 1:
+            raise ValueError(f"chunk_starts must be [C], got {tuple(chunk_starts.shape)}")
+        if chunk_starts.device != device:
+            raise ValueError(f"chunk_starts must be on {device}, got {chunk_starts.device}")
+        require("chunk_starts", chunk_starts, chunk_starts.shape, INDICES)
+        return chunk_starts
+    numbers = list(chunk_starts)
+    rising = all(a < b for a, b in pairwise(numbers))
+    if not numbers or numbers[0] != 0 or not rising or numbers[-1] >= frames:
+        raise ValueError(f"chunk_starts must rise from 0 below {frames}, got {numbers}")
+    return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)

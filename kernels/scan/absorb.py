@@ -1,0 +1,154 @@
+"""Second step of a scan: what each frame does to a memory, whatever the memory is.
+
+A frame's transition is P = Kᵀ·diag(β)·K and its update A = Kᵀ·diag(β)·V, each [D,D]; with a normaliser also P_z [D,D]
+and A_z [D] of the keys without position, whose values are all one. Each is a product over the frame's tokens in a fixed
+order. Transitions are kept in the operand dtype, as they are only multiplied; I − P is never formed. With a discount, P
+and A are divided by max(1, mean growth of the frame's keys), as if every β of the frame had been.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from longtake.kernels.scan.inputs import Scan
+from longtake.kernels.scan.prepare import Operands
+from longtake.kernels.triton_tiles import INTERPRETED, TRITON_TYPES, padded, round_to
+
+ROOT_WIDTH = tl.constexpr(16)
+"""Columns of the tile that holds √β, the smallest that a product takes."""
+GROWTH_BLOCK = tl.constexpr(1024)
+
+
+@triton.jit
+def _load_rows(x: tl.tensor, row: tl.tensor, tokens: tl.tensor, D: tl.constexpr, SIDE: tl.constexpr) -> tl.tensor:
+    """Some tokens of a frame, [R,SIDE]."""
+    col = tl.arange(0, SIDE)
+    tile = tl.load(x + row[:, None] * D + col[None, :], (row < tokens)[:, None] & (col < D)[None, :], 0.0)
+    return tile.to(tl.float32) if INTERPRETED else tile
+
+
+@triton.jit
+def _root_tile(beta: tl.tensor, row: tl.tensor, tokens: tl.tensor, step: tl.tensor, OPERAND: tl.constexpr) -> tl.tensor:
+    """√β of some tokens in two columns that add up to it, [R,ROOT_WIDTH]: what rounding leaves is in the second."""
+    root = tl.sqrt_rn(tl.load(beta + row * step, row < tokens, 0.0).to(tl.float32))[:, None]
+    high = round_to(root, OPERAND)
+    low = round_to(root - high.to(tl.float32), OPERAND)
+    col = tl.arange(0, ROOT_WIDTH)[None, :]
+    return tl.where(col == 0, high, tl.where(col == 1, low, tl.zeros_like(high)))
+
+
+@triton.jit
+def _discount(growth: tl.tensor, tokens: tl.tensor) -> tl.tensor:
+    """1 / max(1, mean growth of a frame's keys); NaN stays."""
+    total = tl.zeros((GROWTH_BLOCK,), tl.float32)
+    start = 0
+    while start < tokens:
+        place = start + tl.arange(0, GROWTH_BLOCK)
+        total += tl.load(growth + place, place < tokens, 0.0)
+        start += GROWTH_BLOCK
+    mean = tl.div_rn(tl.sum(total, axis=0), tokens * 1.0)
+    return tl.div_rn(1.0, tl.maximum(mean, 1.0, propagate_nan=tl.PropagateNan.ALL))
+
+
+@triton.jit
+def _store_square(out: tl.tensor, block: tl.tensor, D: tl.constexpr) -> None:
+    row = tl.arange(0, block.shape[0])
+    inside = (row < D)[:, None] & (row < D)[None, :]
+    tl.store(out + row[:, None] * D + row[None, :], round_to(block, out.dtype.element_ty), inside)
+
+
+@triton.jit(do_not_specialize=["tokens", "beta_frame", "beta_token"])
+def _absorb_kernel(
+    k: tl.tensor,
+    plain: tl.tensor,
+    v: tl.tensor,
+    beta: tl.tensor,
+    growth: tl.tensor,
+    transitions: tl.tensor,
+    updates: tl.tensor,
+    tokens: int,
+    beta_frame: int,
+    beta_token: int,
+    D: tl.constexpr,
+    SIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+    STAGES: tl.constexpr,
+    NORMALISER: tl.constexpr,
+    DISCOUNT: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """One frame of one head: program (frame of a head, P with A or P_z with A_z)."""
+    frame = tl.program_id(0).to(tl.int64)
+    first = frame * tokens * D
+    transitions += frame * (2 if NORMALISER else 1) * D * D
+    updates += frame * (D + 1 if NORMALISER else D) * D
+    total = tl.zeros((SIDE, SIDE), tl.float32)
+    if tl.program_id(1) == 0:
+        update = tl.zeros((SIDE, SIDE), tl.float32)
+        for tile in tl.range(0, TILES, num_stages=STAGES):
+            row = tile * ROWS + tl.arange(0, ROWS)
+            key = _load_rows(k + first, row, tokens, D, SIDE)
+            value = _load_rows(v + first, row, tokens, D, SIDE)
+            total = tl.dot(tl.trans(key), key, total, input_precision=PRECISION)
+            update = tl.dot(tl.trans(key), value, update, input_precision=PRECISION)
+        if DISCOUNT:
+            weight = _discount(growth + frame * tokens, tokens)
+            total, update = weight * total, weight * update
+        _store_square(transitions, total, D)
+        _store_square(updates, update, D)
+    else:
+        ones = tl.zeros((SIDE, ROOT_WIDTH), tl.float32)
+        for tile in tl.range(0, TILES, num_stages=STAGES):
+            row = tile * ROWS + tl.arange(0, ROWS)
+            key = _load_rows(plain + first, row, tokens, D, SIDE)
+            root = _root_tile(beta + frame * beta_frame, row, tokens, beta_token, OPERAND)
+            total = tl.dot(tl.trans(key), key, total, input_precision=PRECISION)
+            ones = tl.dot(tl.trans(key), root, ones, input_precision=PRECISION)
+        _store_square(transitions + D * D, total, D)
+        entry = tl.arange(0, SIDE)
+        tl.store(updates + D * D + entry, tl.sum(ones, axis=1), entry < D)
+
+
+class Records(NamedTuple):
+    """What each frame does.
+
+    `transitions` [B·H·F,1 or 2,D,D]: P and, with a normaliser, P_z. `updates` [B·H·F,D or D + 1,D] fp32: A and A_z.
+    """
+
+    transitions: Tensor
+    updates: Tensor
+
+
+def absorb(scan: Scan, operands: Operands) -> Records:
+    """Records of all frames."""
+    config, tokens, dim = scan.configuration, scan.tokens, scan.dim
+    count, kinds = scan.memories * scan.frames, 1 + scan.normaliser
+    transitions = scan.q.new_empty((count, kinds, dim, dim), dtype=config.operand)
+    updates = scan.q.new_empty((count, dim + scan.normaliser, dim), dtype=torch.float32)
+    _absorb_kernel[(count, kinds)](
+        operands.k,
+        operands.plain,
+        operands.v,
+        scan.beta,
+        scan.beta if operands.growth is None else operands.growth,
+        transitions,
+        updates,
+        tokens,
+        *((1, 0) if scan.beta.ndim == 3 else (tokens, 1)),
+        D=dim,
+        SIDE=padded(dim),
+        ROWS=config.absorb_rows,
+        TILES=triton.cdiv(tokens, config.absorb_rows),
+        STAGES=config.absorb_stages,
+        NORMALISER=scan.normaliser,
+        DISCOUNT=scan.discount,
+        OPERAND=TRITON_TYPES[config.operand],
+        PRECISION=config.dot,
+        num_warps=config.absorb_warps,
+    )
+    return Records(transitions, updates)

@@ -1,0 +1,118 @@
+"""Tokens on their way into a product: norm, ReLU, scale and positions, in registers."""
+
+import triton
+import triton.language as tl
+
+HEAD_NORM = tl.constexpr(1)
+"""Over the D entries of each head; 0: no norm."""
+FULL_NORM = tl.constexpr(2)
+"""Over all heads, its inverse RMS given for each token."""
+ROTARY = tl.constexpr(1)
+"""All pairs are rotated; 0: no positions."""
+CAMERA = tl.constexpr(2)
+"""The first half is mapped by a 4×4 matrix, pairs of the second are rotated."""
+
+
+@triton.jit
+def load_half(
+    x: tl.tensor, row: tl.tensor, inside: tl.tensor, stride: tl.tensor, FIRST: tl.constexpr, HALF: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Entries FIRST … FIRST + HALF − 1 of some rows, [R,WIDTH]; row strides in units of 8 entries."""
+    col = tl.arange(0, WIDTH)
+    return tl.load(
+        x + (row * stride)[:, None] * 8 + (FIRST + col)[None, :], inside[:, None] & (col < HALF)[None, :], 0.0
+    )
+
+
+@triton.jit
+def load_weight(weight: tl.tensor, FIRST: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr) -> tl.tensor:
+    """Norm weights of one half, [1,WIDTH] fp32."""
+    col = tl.arange(0, WIDTH)
+    return tl.load(weight + FIRST + col, col < HALF, 0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def activate(
+    x0: tl.tensor, x1: tl.tensor, w0: tl.tensor, w1: tl.tensor, rms: tl.tensor, row: tl.tensor, inside: tl.tensor,
+    eps: tl.tensor, scale: tl.tensor, NORM: tl.constexpr, WEIGHTED: tl.constexpr, RELU: tl.constexpr, D: tl.constexpr,
+) -> tl.tuple:  # fmt: skip
+    """Halves of a head → fp32, norm, weight, ReLU and scale."""
+    x0, x1 = x0.to(tl.float32), x1.to(tl.float32)
+    factor = tl.full((x0.shape[0],), 1.0, tl.float32) * scale
+    if NORM == HEAD_NORM:
+        mean = (tl.sum(x0 * x0, axis=1) + tl.sum(x1 * x1, axis=1)) / D
+        factor = tl.div_rn(1.0, tl.sqrt_rn(mean + eps)) * scale
+    elif NORM == FULL_NORM:
+        factor = tl.load(rms + row, inside, 0.0) * scale
+    if WEIGHTED:
+        x0, x1 = x0 * w0, x1 * w1
+    if RELU:
+        x0 = tl.maximum(x0, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        x1 = tl.maximum(x1, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return x0 * factor[:, None], x1 * factor[:, None]
+
+
+@triton.jit
+def load_turn(
+    cos: tl.tensor, sin: tl.tensor, row: tl.tensor, inside: tl.tensor, STRIDE: tl.constexpr,
+    FIRST: tl.constexpr, PAIRS: tl.constexpr, WIDTH: tl.constexpr,
+) -> tl.tuple:  # fmt: skip
+    """Cosines and sines of PAIRS pairs of some rows, [R,WIDTH] each."""
+    pair = tl.arange(0, WIDTH)
+    place = (row * STRIDE)[:, None] + (FIRST + pair)[None, :]
+    within = inside[:, None] & (pair < PAIRS)[None, :]
+    return tl.load(cos + place, within, 0.0), tl.load(sin + place, within, 0.0)
+
+
+@triton.jit
+def _load_row(row: tl.tensor, STEP: tl.constexpr) -> tl.tuple:
+    return tl.load(row), tl.load(row + STEP), tl.load(row + 2 * STEP), tl.load(row + 3 * STEP)
+
+
+@triton.jit
+def load_matrix(matrix: tl.tensor, TRANSPOSED: tl.constexpr) -> tl.tuple:
+    """The four rows of a 4×4 matrix, or its columns, of four entries each."""
+    row: tl.constexpr = 1 if TRANSPOSED else 4
+    col: tl.constexpr = 4 if TRANSPOSED else 1
+    return (
+        _load_row(matrix, col),
+        _load_row(matrix + row, col),
+        _load_row(matrix + 2 * row, col),
+        _load_row(matrix + 3 * row, col),
+    )
+
+
+@triton.jit
+def map_quads(x: tl.tensor, m: tl.tuple) -> tl.tensor:
+    """Every group of four of x [R,W] ← matrix·group; the entries of its rows m are shaped to fit [R,W/4]."""
+    evens, odds = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 4, 2, 2)))
+    x0, x2 = tl.split(evens)
+    x1, x3 = tl.split(odds)
+    y0 = m[0][0] * x0 + m[0][1] * x1 + m[0][2] * x2 + m[0][3] * x3
+    y1 = m[1][0] * x0 + m[1][1] * x1 + m[1][2] * x2 + m[1][3] * x3
+    y2 = m[2][0] * x0 + m[2][1] * x1 + m[2][2] * x2 + m[2][3] * x3
+    y3 = m[3][0] * x0 + m[3][1] * x1 + m[3][2] * x2 + m[3][3] * x3
+    return tl.reshape(tl.join(tl.join(y0, y2), tl.join(y1, y3)), x.shape)
+
+
+@triton.jit
+def _load_rows(row: tl.tensor, inside: tl.tensor) -> tl.tuple:
+    return (
+        tl.load(row, inside, 0.0)[:, None],
+        tl.load(row + 1, inside, 0.0)[:, None],
+        tl.load(row + 2, inside, 0.0)[:, None],
+        tl.load(row + 3, inside, 0.0)[:, None],
+    )
+
+
+@triton.jit
+def load_matrices(matrix: tl.tensor, token: tl.tensor, inside: tl.tensor) -> tl.tuple:
+    """The four rows of the matrices of some tokens, of four entries [R,1] each."""
+    first = matrix + token * 16
+    return (
+        _load_rows(first, inside),
+        _load_rows(first + 4, inside),
+        _load_rows(first + 8, inside),
+        _load_rows(first + 12, inside),
+    )
