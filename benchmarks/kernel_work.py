@@ -7,9 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longtake.kernels.backend import Backend, Precision
+from longtake.kernels.backend import Backend
 from longtake.kernels.cam import cam_branch
 from longtake.kernels.gdn import GdnState, gdn_scan
+from longtake.kernels.scan.configurations import Precision
 
 NORM_EPS, EPS = 1e-5, 1e-8
 COPY_RATE, MATRIX_RATE = 4.24e12, 791e12

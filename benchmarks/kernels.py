@@ -19,7 +19,7 @@ from torch import Tensor
 from benchmarks.gpu_timing import captured, eager, kernels
 from benchmarks.kernel_work import Inputs, Shape, Work, draw, own_works, relative_errors
 from benchmarks.results import report
-from longtake.kernels.backend import Precision
+from longtake.kernels.scan.configurations import Precision
 
 SHAPES = ("1x3", "1x4", "8x3", "1x11", "8x11", "1x121")
 ROTATING_BYTES, ROTATING_SETS = 500e6, 3

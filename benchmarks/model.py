@@ -2,7 +2,7 @@
 
 Eight chunks are made twice, once with the state left on the device and once with every tensor of it copied to the host
 and back after each chunk. Only if all bits agree is the time of a steady chunk (four Euler passes and the pass at t=0)
-measured; rows for RESULTS.md.
+measured; rows for RESULTS.md. LONGTAKE_KERNELS=reference measures the same without the kernels.
 """
 
 import argparse
@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.results import report, row
+from longtake.kernels.backend import numerics
 from longtake.server.camera.rays import chunk_geometry
 from longtake.server.model.conditions import ChunkCondition, TextCondition
 from longtake.server.model.config import SANA_WM_1600M
 from longtake.server.model.noise import latent_noise
+from longtake.server.model.precision import scan_precision
 from longtake.server.model.sampler import absorb_chunk, denoise_chunk
 from longtake.server.model.state import TransformerState
 from longtake.server.model.transformer import SanaWMTransformer
@@ -44,11 +46,16 @@ def main() -> None:
     restored, seconds = take(model, text, restored=True)
     assert kept == restored, "a take restored after every chunk differs"
     shape = "stage 1 at 2.66 B parameters, random weights, 22×40 tokens, B=1, bf16"
-    gpu = torch.cuda.get_device_name()
+    gpu, kernels = torch.cuda.get_device_name(), numerics(model.device, scan_precision(dtype))
     steady = statistics.median(seconds[2:]) * 1e3
     rows = [
         row(f"split equivalence: {shape}, state restored after each of {CHUNKS} chunks", "same bits", "–", gpu),
-        row(f"chunk of 3 latents, 5 passes, eager: {shape}", f"{steady:.0f} ms", f"{FLOOR_MS} ms", gpu),
+        row(
+            f"chunk of 3 latents, 5 passes, eager, kernels {kernels}: {shape}",
+            f"{steady:.0f} ms",
+            f"{FLOOR_MS} ms",
+            gpu,
+        ),
     ]
     report(rows, record=arguments.record)
 

@@ -29,7 +29,7 @@ from benchmarks.kernel_work import (
     gdn_operations,
     k_scale,
 )
-from longtake.kernels.backend import Precision
+from longtake.kernels.scan.configurations import Precision
 
 PACKAGES = ("diffusion", "diffusion.model", "diffusion.model.ops", "diffusion.model.nets")
 UNUSED = "diffusion.model.nets.sana_camctrl_blocks"

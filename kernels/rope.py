@@ -10,7 +10,7 @@ def pair_tables(cos: Tensor | None, sin: Tensor | None, q: Tensor, width: int) -
     """Tables of the last `width` entries of each head of q [B,N,H,D], as [1,N,width/2] or [B,N,width/2].
 
     Args:
-        cos, sin: fp32 [N,width/2], or [N,width] with each pair's value twice, or either with a batch in front; not
+        cos, sin: fp32 [N,width/2], or [N,width] whose every second entry counts, or either with a batch in front; not
             changed. Both None: no rotation, and the result is None.
 
     Raises:

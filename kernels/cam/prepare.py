@@ -37,7 +37,7 @@ def cam_prepare(
     Args:
         q, k, v: [B,N,H,D], D a multiple of 8, any view with unit stride in D; not changed.
         projection, projection_inverse: P (world → ray) and P⁻¹, [B,N,4,4] fp32.
-        cos, sin: fp32 tables for the second half of the head: [N,D/4], or [N,D/2] with each pair's value twice, or
+        cos, sin: fp32 tables for the second half of the head: [N,D/4], or [N,D/2] whose every second entry counts, or
             either with a batch in front. Both None: no rotation.
         norm: RMS norm of q and k over each head, over all heads of a token together (`full`), or none.
         q_weight, k_weight: [H*D] norm weights, fp32 or bf16, or None. norm_eps: added to the mean square.

@@ -171,7 +171,7 @@ def gdn_scan(
         norm: RMS norm of q and k: "none", "head" (over D) or "full" (over H*D). q_weight, k_weight: its weights [H*D];
             None: ones. norm_eps: added to the mean square. inverse_rms: of q and k, [B,N] fp32 each, with norm "full".
         k_scale: multiplied onto k after ReLU.
-        cos, sin: tables of the interleaved rotation, [N,D/2] or [N,D] (each pair twice), or [B,N,·]; None: no rotation.
+        cos, sin: tables of the interleaved rotation: [N,D/2], or every second entry of [N,D], or [B,N,·]; None: none.
         eps: added once to the summed denominator of a quotient; None: numerator and denominator apart.
         gate: [B,N,H,D]; the quotient is multiplied by silu(gate).
         initial_state: memory of the frames before; None: empty. With `slots` int64 [B] states are pools

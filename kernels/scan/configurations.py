@@ -10,8 +10,8 @@ import torch
 
 Precision = Literal["ieee", "tf32", "bf16", "bf16-snapshot"]
 """How the products of a scan are taken: `ieee` every dot in fp32; `tf32`; `bf16` operands with fp32 sums, states and
-snapshots; `bf16-snapshot` also keeps the memories that tokens read in bf16, but no normaliser. States are always fp32. The reference
-computes in fp32 whatever is asked."""
+snapshots; `bf16-snapshot` also keeps the memories that tokens read in bf16, but no normaliser. States are always fp32.
+The reference computes in fp32 whatever is asked."""
 
 
 class Tiles(NamedTuple):

@@ -65,7 +65,7 @@ def _remember_values(
     frame = tl.where(reverse, frames - 1, 0).to(tl.int64)
     step = tl.where(reverse, -1, 1)
     if reverse:
-        tl.store(snapshots + frame * D * D + slab, memory.to(snapshots.dtype.element_ty), valid)
+        tl.store(snapshots + frame * D * D + slab, round_to(memory, snapshots.dtype.element_ty), valid)
     steps = tl.where(reverse, frames - 1, frames)  # what frame 0 does, no frame reads in reverse
     next_transition = _load_transition(transitions + frame * P_STRIDE, D, SIDE)
     next_update = tl.load(updates + frame * A_STRIDE + slab, valid, 0.0)
@@ -79,7 +79,7 @@ def _remember_values(
         if reverse & _starts_chunk(starts, chunks, frame):
             memory = tl.zeros_like(memory)
         at = frame + tl.where(reverse, -1, 0)
-        tl.store(snapshots + at * D * D + slab, memory.to(snapshots.dtype.element_ty), valid)
+        tl.store(snapshots + at * D * D + slab, round_to(memory, snapshots.dtype.element_ty), valid)
         frame += step
         steps -= 1
     tl.store(final + slab, memory, valid & (not reverse))

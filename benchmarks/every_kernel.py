@@ -1,0 +1,70 @@
+"""Run every Triton kernel once at a small odd shape, for compute-sanitizer.
+
+`PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m benchmarks.every_kernel`, and the same
+with racecheck and synccheck.
+"""
+
+import torch
+
+from longtake.kernels import (
+    GdnState,
+    cam_branch,
+    cam_discount,
+    cam_output,
+    cam_prepare,
+    cam_scan,
+    frame_gates,
+    gate_merge,
+    gdn_merge,
+    gdn_scan,
+    inverse_rms,
+    ray_matrices,
+    short_conv,
+)
+
+BATCH, FRAMES, HEIGHT, WIDTH, HEADS, DIM = 1, 3, 3, 5, 2, 112
+
+
+def main() -> None:
+    """Scans with everything that they can be given, then the operators around them."""
+    torch.manual_seed(0)
+    per_frame = HEIGHT * WIDTH
+    tokens = FRAMES * per_frame
+    qkv = torch.randn(BATCH, tokens, 3, HEADS, DIM, device="cuda").bfloat16()
+    q, k, v = qkv.unbind(2)
+    x = k.unflatten(1, (FRAMES, per_frame)).flatten(3)
+    weight = torch.rand(HEADS * DIM, device="cuda")
+    gates = (
+        torch.randn(BATCH, FRAMES, per_frame, HEADS, device="cuda"),
+        torch.randn(BATCH, FRAMES, HEADS, device="cuda"),
+    )
+    beta, decay = frame_gates(*gates, torch.zeros(HEADS, device="cuda"), torch.zeros(HEADS, device="cuda"))
+    state = GdnState(torch.randn(BATCH, HEADS, DIM, DIM, device="cuda"), torch.rand(BATCH, HEADS, DIM, device="cuda"))
+    raymap = torch.randn(BATCH, FRAMES, 20, device="cuda")
+    places = ray_matrices(raymap, HEIGHT, WIDTH)
+    angles = torch.rand(tokens, DIM // 2, device="cuda")
+    turns = {"cos": angles.cos(), "sin": angles.sin()}
+    camera = angles[:, : DIM // 4].cos().contiguous(), angles[:, : DIM // 4].sin().contiguous()
+    gate = v.contiguous()
+    norms = {"q_weight": weight, "k_weight": weight, "k_scale": (DIM * per_frame) ** -0.5}
+    common = {"direction": "both", "chunk_starts": [0, 2]}
+    for precision in ("bf16", "bf16-snapshot", "tf32", "ieee"):
+        how = common | {"precision": precision}
+        gdn_scan(q, k, v, beta, decay, norm="full", **norms, **turns, eps=1e-8, gate=gate, initial_state=state, **how)
+        gdn_scan(q, k, v, beta, decay, norm="head", **norms, initial_state=state, out_state=state, **how)
+        cam_branch(q, k, v, beta, decay, *places, *camera, **norms, initial_state=state.kv, **how)
+        cam_scan(q, k, v, beta, decay, initial_state=state.kv, out_state=state.kv, **how)
+    prepared = cam_prepare(q, k, v, *places, *camera, **norms)
+    cam_discount(beta, prepared.inflation)
+    cam_output(prepared.q, places[0], *camera, dtype=torch.bfloat16)
+    inverse_rms(q, k, eps=1e-5)
+    short_conv(x, torch.randn(HEADS * DIM, 4, device="cuda"), None)
+    numerator, denominator = prepared.q, torch.rand(BATCH, tokens, HEADS, device="cuda") + 1
+    gdn_merge((numerator, denominator), (numerator, denominator), eps=1e-8, gate=q.contiguous(), dtype=torch.bfloat16)
+    gate_merge(q.contiguous(), k.contiguous(), v.contiguous())
+    torch.cuda.synchronize()
+    print("every kernel ran")
+
+
+if __name__ == "__main__":
+    main()
