@@ -32,6 +32,24 @@ def round_to(x: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def to_operand(x: tl.tensor, OPERAND: tl.constexpr, PRECISION: tl.constexpr) -> tl.tensor:
+    """fp32 tile → as it goes into a product, rounded to nearest even; in tf32 too, where hardware would only cut."""
+    operand = round_to(x, OPERAND)
+    if PRECISION == "tf32":
+        bits = x.to(tl.uint32, bitcast=True)
+        bits = (bits + 0xFFF + ((bits >> 13) & 1)) & 0xFFFFE000
+        operand = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+    return operand
+
+
+@triton.jit
+def times_sigmoid(y: tl.tensor, x: tl.tensor) -> tl.tensor:
+    """Of y: y / (1 + e^−x) in fp32, without an overflow on the way; NaN stays."""
+    t = tl.exp(-tl.abs(x))
+    return tl.div_rn(y * tl.where(x < 0, t, 1.0), 1.0 + t)
+
+
+@triton.jit
 def rotate_pairs(x: tl.tensor, cos: tl.tensor, sin: tl.tensor) -> tl.tensor:
     """Rotate neighbouring pairs of x [R,W] by cos, sin [R,W/2]."""
     even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))

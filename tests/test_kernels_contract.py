@@ -58,6 +58,7 @@ COMPILERS = [("reference", "aot_eager"), ("triton", "aot_eager"), *[("triton", "
 @pytest.mark.parametrize(("backend", "compiler"), COMPILERS)
 @each_mode
 def test_scans_compile_without_a_break(name: str, features: str, backend: str | None, compiler: str) -> None:
+    torch.compiler.reset()
     public, x = SCANS[name].public, draw(name, ONE, BF16, features)
     compiled = torch.compile(public, fullgraph=True, backend=compiler)
     assert_same_bits(tensors(compiled(**x, backend=backend)), tensors(public(**x, backend=backend)))
@@ -68,6 +69,7 @@ def test_a_compiled_scan_writes_its_state_in_place(name: str) -> None:
     public, x = SCANS[name].public, draw(name, ONE, BF16, MODES[name][0])
     expected = run(name, x)
     x |= {"out_state": x["initial_state"]}
+    torch.compiler.reset()
     found = torch.compile(public, fullgraph=True, backend="aot_eager")(**x, backend="triton")
     assert_same_bits(tensors(found), expected)
     state = tensors(x["initial_state"])

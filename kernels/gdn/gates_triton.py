@@ -6,17 +6,10 @@ import triton.language as tl
 from torch import Tensor
 
 from longtake.kernels.backend import on_device_of
-from longtake.kernels.triton_tiles import padded
+from longtake.kernels.triton_tiles import padded, times_sigmoid
 
 TOKENS = 32
 """Tokens of a program."""
-
-
-@triton.jit
-def times_sigmoid(y: tl.tensor, x: tl.tensor) -> tl.tensor:
-    """Of y: y / (1 + e^−x) in fp32, without an overflow on the way; NaN stays."""
-    t = tl.exp(-tl.abs(x))
-    return tl.div_rn(y * tl.where(x < 0, t, 1.0), 1.0 + t)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from longtake.kernels.scan.inputs import Scan
 from longtake.kernels.scan.prepare import Operands
-from longtake.kernels.triton_tiles import INTERPRETED, TRITON_TYPES, padded, round_to
+from longtake.kernels.triton_tiles import INTERPRETED, TRITON_TYPES, padded, to_operand
 
 ROOT_WIDTH = tl.constexpr(16)
 """Columns of the tile that holds √β, the smallest that a product takes."""
@@ -31,11 +31,13 @@ def _load_rows(x: tl.tensor, row: tl.tensor, tokens: tl.tensor, D: tl.constexpr,
 
 
 @triton.jit
-def _root_tile(beta: tl.tensor, row: tl.tensor, tokens: tl.tensor, step: tl.tensor, OPERAND: tl.constexpr) -> tl.tensor:
+def _root_tile(
+    beta: tl.tensor, row: tl.tensor, tokens: tl.tensor, step: tl.tensor, OPERAND: tl.constexpr, PRECISION: tl.constexpr
+) -> tl.tensor:
     """√β of some tokens in two columns that add up to it, [R,ROOT_WIDTH]: what rounding leaves is in the second."""
     root = tl.sqrt_rn(tl.load(beta + row * step, row < tokens, 0.0).to(tl.float32))[:, None]
-    high = round_to(root, OPERAND)
-    low = round_to(root - high.to(tl.float32), OPERAND)
+    high = to_operand(root, OPERAND, PRECISION)
+    low = to_operand(root - high.to(tl.float32), OPERAND, PRECISION)
     col = tl.arange(0, ROOT_WIDTH)[None, :]
     return tl.where(col == 0, high, tl.where(col == 1, low, tl.zeros_like(high)))
 
@@ -57,7 +59,7 @@ def _discount(growth: tl.tensor, tokens: tl.tensor) -> tl.tensor:
 def _store_square(out: tl.tensor, block: tl.tensor, D: tl.constexpr) -> None:
     row = tl.arange(0, block.shape[0])
     inside = (row < D)[:, None] & (row < D)[None, :]
-    tl.store(out + row[:, None] * D + row[None, :], round_to(block, out.dtype.element_ty), inside)
+    tl.store(out + row[:, None] * D + row[None, :], block, inside)
 
 
 @triton.jit(do_not_specialize=["tokens", "beta_frame", "beta_token"])
@@ -99,17 +101,17 @@ def _absorb_kernel(
         if DISCOUNT:
             weight = _discount(growth + frame * tokens, tokens)
             total, update = weight * total, weight * update
-        _store_square(transitions, total, D)
+        _store_square(transitions, to_operand(total, OPERAND, PRECISION), D)
         _store_square(updates, update, D)
     else:
         ones = tl.zeros((SIDE, ROOT_WIDTH), tl.float32)
         for tile in tl.range(0, TILES, num_stages=STAGES):
             row = tile * ROWS + tl.arange(0, ROWS)
             key = _load_rows(plain + first, row, tokens, D, SIDE)
-            root = _root_tile(beta + frame * beta_frame, row, tokens, beta_token, OPERAND)
+            root = _root_tile(beta + frame * beta_frame, row, tokens, beta_token, OPERAND, PRECISION)
             total = tl.dot(tl.trans(key), key, total, input_precision=PRECISION)
             ones = tl.dot(tl.trans(key), root, ones, input_precision=PRECISION)
-        _store_square(transitions + D * D, total, D)
+        _store_square(transitions + D * D, to_operand(total, OPERAND, PRECISION), D)
         entry = tl.arange(0, SIDE)
         tl.store(updates + D * D + entry, tl.sum(ones, axis=1), entry < D)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from longtake.kernels.scan.inputs import NORMS, Scan
 from longtake.kernels.scan.tokens import CAMERA, FULL_NORM, HEAD_NORM, ROTARY, load_matrix, map_quads
-from longtake.kernels.triton_tiles import octet_strides, padded, rotate_pairs, round_to
+from longtake.kernels.triton_tiles import octet_strides, padded, rotate_pairs, to_operand
 
 NORM_FLOOR = tl.constexpr(1e-12)
 
@@ -117,14 +117,15 @@ def _placed(x0: tl.tensor, x1: tl.tensor, position: tl.tuple, POSITIONS: tl.cons
 
 @triton.jit
 def _store(
-    out: tl.tensor, x0: tl.tensor, x1: tl.tensor, head: tl.tensor, heads: tl.tensor, size: tl.tensor, HALF: tl.constexpr
-) -> None:
-    """Both halves of every head of a token to [H,N,D], `size` = N·D; rounded to the dtype of `out`."""
+    out: tl.tensor, x0: tl.tensor, x1: tl.tensor, head: tl.tensor, heads: tl.tensor, size: tl.tensor,
+    HALF: tl.constexpr, PRECISION: tl.constexpr,
+) -> None:  # fmt: skip
+    """Both halves of some heads of a token to [H,N,D], `size` = N·D, as operands of the dtype of `out`."""
     col = tl.arange(0, x0.shape[1])
     place = head.to(tl.int64)[:, None] * size + col[None, :]
     inside = (head < heads)[:, None] & (col < HALF)[None, :]
-    tl.store(out + place, round_to(x0, out.dtype.element_ty), inside)
-    tl.store(out + place + HALF, round_to(x1, out.dtype.element_ty), inside)
+    tl.store(out + place, to_operand(x0, out.dtype.element_ty, PRECISION), inside)
+    tl.store(out + place + HALF, to_operand(x1, out.dtype.element_ty, PRECISION), inside)
 
 
 @triton.jit(
@@ -181,6 +182,7 @@ def _prepare_kernel(
     POSITIONS: tl.constexpr,
     NORMALISER: tl.constexpr,
     DISCOUNT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ) -> None:
     """One token: program (batch, token), which takes its heads in GROUPS groups of HEADS."""
     HALF: tl.constexpr = D // 2
@@ -210,7 +212,7 @@ def _prepare_kernel(
                 x1 = _load(q, head, q_head, heads, HALF, HALF, WIDTH)
                 x0, x1 = _active(x0, x1, q_weight, inverse, head, heads, eps, 1.0, NORM, Q_WEIGHTED, RELU, D, WIDTH)
                 x0, x1 = _placed(x0, x1, position, POSITIONS)
-                _store(q_out + out, x0, x1, head, heads, size, HALF)
+                _store(q_out + out, x0, x1, head, heads, size, HALF, PRECISION)
         else:
             tl.store(rms_out + token, inverse)
     position = _position(inverse_matrix, cos, sin, False, POSITIONS, HALF, WIDTH)
@@ -234,12 +236,12 @@ def _prepare_kernel(
             before = tl.maximum(_square_sum(x0, x1), NORM_FLOOR, propagate_nan=tl.PropagateNan.ALL)
             tl.store(growth + head * all_tokens, tl.div_rn(after, before), head < heads)
             y0, y1 = y0 * root, y1 * root
-        _store(k_out + out, y0, y1, head, heads, size, HALF)
+        _store(k_out + out, y0, y1, head, heads, size, HALF, PRECISION)
         if NORMALISER and POSITIONS != 0:
-            _store(plain_out + out, x0, x1, head, heads, size, HALF)
+            _store(plain_out + out, x0, x1, head, heads, size, HALF, PRECISION)
         if POSITIONS == CAMERA:
             v0, v1 = _placed(v0, v1, position, POSITIONS)
-        _store(v_out + out, v0 * root, v1 * root, head, heads, size, HALF)
+        _store(v_out + out, v0 * root, v1 * root, head, heads, size, HALF, PRECISION)
 
 
 class Operands(NamedTuple):
@@ -315,6 +317,7 @@ def prepare(scan: Scan) -> Operands:
         POSITIONS=positions.kind if positions else 0,
         NORMALISER=scan.normaliser,
         DISCOUNT=scan.discount,
+        PRECISION=config.dot,
         num_warps=config.prepare_warps,
     )
     return Operands(k, plain, v, q, q_rms, growth)

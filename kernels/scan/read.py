@@ -17,7 +17,15 @@ from longtake.kernels.scan.tokens import (
     load_weight,
     map_quads,
 )
-from longtake.kernels.triton_tiles import TRITON_TYPES, octet_strides, padded, rotate_pairs, round_to
+from longtake.kernels.triton_tiles import (
+    TRITON_TYPES,
+    octet_strides,
+    padded,
+    rotate_pairs,
+    round_to,
+    times_sigmoid,
+    to_operand,
+)
 
 
 @triton.jit
@@ -34,14 +42,14 @@ def _summed(
 @triton.jit
 def _memory_block(
     snapshots: tl.tensor, reverse: tl.tensor, ROW: tl.constexpr, COL: tl.constexpr, D: tl.constexpr,
-    WIDTH: tl.constexpr, DIRECTIONS: tl.constexpr, OPERAND: tl.constexpr,
+    WIDTH: tl.constexpr, DIRECTIONS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """One of the four blocks of the memory that a frame reads, transposed: [values,keys]."""
     HALF: tl.constexpr = D // 2
     row, col = tl.arange(0, WIDTH), tl.arange(0, WIDTH)
     place = (ROW * HALF + row)[None, :] * D + (COL * HALF + col)[:, None]
     valid = (row < HALF)[None, :] & (col < HALF)[:, None]
-    return round_to(_summed(snapshots, reverse, place, valid, DIRECTIONS), OPERAND)
+    return to_operand(_summed(snapshots, reverse, place, valid, DIRECTIONS), OPERAND, PRECISION)
 
 
 @triton.jit
@@ -54,10 +62,15 @@ def _load_tile(
 
 
 @triton.jit
-def _gated(y: tl.tensor, gate: tl.tensor) -> tl.tensor:
-    """y·silu(gate)."""
+def _gated(y: tl.tensor, gate: tl.tensor, OPERAND: tl.constexpr) -> tl.tensor:
+    """y·silu(gate); with 16-bit operands to a few fp32 roundings, which is faster."""
     gate = gate.to(tl.float32)
-    return y * gate / (1.0 + tl.exp(-gate))
+    y *= gate
+    if tl.float32 == OPERAND:
+        y = times_sigmoid(y, gate)
+    else:
+        y /= 1.0 + tl.exp(-gate)
+    return y
 
 
 @triton.jit(
@@ -131,10 +144,10 @@ def _read_kernel(
     first = part * ROWS * TILES
     last = tl.minimum(first + ROWS * TILES, tokens)
     snapshots += index * D * D
-    m00 = _memory_block(snapshots, reverse * D * D, 0, 0, D, WIDTH, DIRECTIONS, OPERAND)
-    m01 = _memory_block(snapshots, reverse * D * D, 0, 1, D, WIDTH, DIRECTIONS, OPERAND)
-    m10 = _memory_block(snapshots, reverse * D * D, 1, 0, D, WIDTH, DIRECTIONS, OPERAND)
-    m11 = _memory_block(snapshots, reverse * D * D, 1, 1, D, WIDTH, DIRECTIONS, OPERAND)
+    m00 = _memory_block(snapshots, reverse * D * D, 0, 0, D, WIDTH, DIRECTIONS, OPERAND, PRECISION)
+    m01 = _memory_block(snapshots, reverse * D * D, 0, 1, D, WIDTH, DIRECTIONS, OPERAND, PRECISION)
+    m10 = _memory_block(snapshots, reverse * D * D, 1, 0, D, WIDTH, DIRECTIONS, OPERAND, PRECISION)
+    m11 = _memory_block(snapshots, reverse * D * D, 1, 1, D, WIDTH, DIRECTIONS, OPERAND, PRECISION)
     col = tl.arange(0, WIDTH)
     if NORMALISER:
         z_snapshots += index * D
@@ -155,7 +168,7 @@ def _read_kernel(
             q0 = rotate_pairs(q0, c, s)
             c, s = load_turn(cos, sin, row, inside, HALF, HALF // 2, HALF // 2, WIDTH // 2)
             q1 = rotate_pairs(q1, c, s)
-        q0, q1 = tl.trans(round_to(q0, OPERAND)), tl.trans(round_to(q1, OPERAND))
+        q0, q1 = tl.trans(to_operand(q0, OPERAND, PRECISION)), tl.trans(to_operand(q1, OPERAND, PRECISION))
         y0 = tl.dot(m10, q1, tl.dot(m00, q0, input_precision=PRECISION), input_precision=PRECISION)
         y1 = tl.dot(m11, q1, tl.dot(m01, q0, input_precision=PRECISION), input_precision=PRECISION)
         y0, y1 = tl.trans(y0), tl.trans(y1)
@@ -167,7 +180,7 @@ def _read_kernel(
         elif NORMALISER:
             tl.store(denominator + (batch * all_tokens + row) * heads + head, total, inside)
         if GATED:
-            y0, y1 = _gated(y0, g0), _gated(y1, g1)
+            y0, y1 = _gated(y0, g0, OPERAND), _gated(y1, g1, OPERAND)
         if RETURNED:
             y0 = map_quads(y0, load_matrices(matrix, row, inside))
             c, s = load_turn(cos, sin, row, inside, HALF // 2, 0, HALF // 2, WIDTH // 2)

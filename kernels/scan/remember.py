@@ -13,7 +13,7 @@ from torch import Tensor
 
 from longtake.kernels.scan.absorb import Records
 from longtake.kernels.scan.inputs import Scan
-from longtake.kernels.triton_tiles import INTERPRETED, TRITON_TYPES, padded, round_to
+from longtake.kernels.triton_tiles import INTERPRETED, TRITON_TYPES, padded, round_to, to_operand
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def _load_transition(transition: tl.tensor, D: tl.constexpr, SIDE: tl.constexpr)
 @triton.jit
 def _erased(memory: tl.tensor, transition: tl.tensor, OPERAND: tl.constexpr, PRECISION: tl.constexpr) -> tl.tensor:
     """M·P; a 16-bit product takes M as the sum of two operands, so that no bit of the state is lost in it."""
-    high = round_to(memory, OPERAND)
+    high = to_operand(memory, OPERAND, PRECISION)
     erased = tl.dot(high, transition, input_precision=PRECISION)
     if tl.float32 != OPERAND:
         low = round_to(memory - high.to(tl.float32), OPERAND)
