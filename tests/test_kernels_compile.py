@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from longtake.kernels.backend import TRITON_INSTALLED
-from longtake.kernels.scan.configurations import HOPPER_BF16, HOPPER_TF32, Configuration
+from longtake.kernels.scan.configurations import CONFIGURATIONS, Configuration, Precision
 
 pytestmark = pytest.mark.skipif(not TRITON_INSTALLED, reason="triton is not installed")
 
@@ -20,9 +21,9 @@ OPERANDS = {"q_out", "k_out", "plain_out", "v_out", "plain", "transitions"}
 INDICES = {"starts", "slots"}
 NORMALISED = {"NORMALISER": True, "DISCOUNT": False, "POSITIONS": 1, "RETURNED": False, "MERGED": True, "GATED": True}
 CAMERA = {"NORMALISER": False, "DISCOUNT": True, "POSITIONS": 2, "RETURNED": True, "MERGED": False, "GATED": False}
-EVERY = [
+EVERY: list[tuple[str, str, Precision]] = [
     (kernel, mode, precision)
-    for precision in ("bf16", "tf32")
+    for precision in CONFIGURATIONS[9, 0]
     for kernel in ("prepare", "absorb", "remember", "read")
     for mode in ("gdn", "camera")
 ]
@@ -52,17 +53,17 @@ def pointer(name: str, kernel: str, mode: str, operand: str) -> str:
     return "*bf16" if name in SIXTEEN_BIT else "*i64" if name in INDICES else "*fp32"
 
 
-def compile_for_hopper(kernel: str, mode: str, precision: str) -> None:
+def compile_for_hopper(kernel: str, mode: str, precision: Precision) -> None:
     """Raise what the compiler says of one variant."""
     import importlib
 
     import triton
     from triton.backends.compiler import GPUTarget
 
-    config = HOPPER_BF16 if precision == "bf16" else HOPPER_TF32
+    config = CONFIGURATIONS[9, 0][precision]
     function = getattr(importlib.import_module(f"longtake.kernels.scan.{kernel}"), f"_{kernel}_kernel")
     values = constants(kernel, mode, config)
-    operand = "*bf16" if precision == "bf16" else "*fp32"
+    operand = "*bf16" if config.operand == torch.bfloat16 else "*fp32"
     signature, known, aligned = {}, {}, {}
     for i, parameter in enumerate(function.params):
         name = parameter.name

@@ -63,7 +63,7 @@ HOPPER_TF32 = HOPPER_BF16._replace(
 )
 CONFIGURATIONS: dict[tuple[int, int], dict[Precision, Configuration]] = {
     (9, 0): {
-        "ieee": HOPPER_TF32._replace(dot="ieee"),
+        "ieee": HOPPER_TF32._replace(dot="ieee", remember_warps=16, read_warps=8),
         "tf32": HOPPER_TF32,
         "bf16": HOPPER_BF16,
         "bf16-snapshot": HOPPER_BF16._replace(bf16_snapshots=True),
