@@ -27,6 +27,8 @@ BATCH, FRAMES, HEIGHT, WIDTH, HEADS, DIM = 1, 3, 3, 5, 2, 112
 
 def main() -> None:
     """Scans with everything that they can be given, then the operators around them."""
+    if not torch.cuda.is_available():
+        raise SystemExit("the kernels run on a CUDA GPU, and there is none")
     torch.manual_seed(0)
     per_frame = HEIGHT * WIDTH
     tokens = FRAMES * per_frame

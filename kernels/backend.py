@@ -16,6 +16,8 @@ from longtake.kernels.scan.configurations import CONFIGURATIONS, Precision
 Backend = Literal["reference", "triton"]
 VARIABLE = "LONGTAKE_KERNELS"
 OPERAND_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+OCTET, MAX_DIM = 8, 128
+"""Head dims that the kernels take: multiples of OCTET up to MAX_DIM."""
 TRITON_INSTALLED = find_spec("triton") is not None
 
 
@@ -57,21 +59,23 @@ def tested(device: torch.device) -> bool:
     return (properties.major, properties.minor) in CONFIGURATIONS
 
 
-def obstacle(*tensors: Tensor) -> str | None:
-    """Why the Triton kernels can not take the tensors; None: they can."""
+def obstacle(*tensors: Tensor, dim: int = OCTET) -> str | None:
+    """Why the Triton kernels can not take the tensors, of that head dim; None: they can."""
     if not TRITON_INSTALLED:
         return "triton is not installed"
+    if dim % OCTET or not 0 < dim <= MAX_DIM:
+        return f"the head dim must be a multiple of {OCTET} up to {MAX_DIM}, got {dim}"
     for x in tensors:
         if not x.is_cuda and not triton_interpreted():
             return f"a tensor on {x.device} needs TRITON_INTERPRET=1, set before triton is imported"
         if x.dtype not in OPERAND_DTYPES:
-            return f"{x.dtype} is computed by the reference only"
+            return f"a tensor {tuple(x.shape)} of {x.dtype} is nothing for them"
         if x.requires_grad and torch.is_grad_enabled():
-            return "they give no gradient"
+            return f"they give no gradient, which a tensor {tuple(x.shape)} wants"
     return None
 
 
-def runs_triton(backend: Backend | None, *tensors: Tensor) -> bool:
+def runs_triton(backend: Backend | None, *tensors: Tensor, dim: int = OCTET) -> bool:
     """Whether an operator on the tensors runs its Triton kernels: as requested, else where tested CUDA tensors can.
 
     A GPU of an architecture that was never tested gets the reference, with a warning, unless Triton is requested.
@@ -82,7 +86,7 @@ def runs_triton(backend: Backend | None, *tensors: Tensor) -> bool:
     wanted = requested(backend)
     if wanted == "reference" or (wanted is None and not all(x.is_cuda for x in tensors)):
         return False
-    reason = obstacle(*tensors)
+    reason = obstacle(*tensors, dim=dim)
     if wanted == "triton" and reason:
         raise BackendError(f"the triton kernels can not run: {reason}")
     if reason is None and wanted is None and not tested(tensors[0].device):

@@ -22,6 +22,7 @@ def require(
     contiguous: bool = True,
 ) -> None:
     """Raise `ValueError` unless `x` has that shape, one of the dtypes, the device of `like`, and dense rows."""
+    require_tensor(name, x)
     if tuple(x.shape) != tuple(shape):
         raise ValueError(f"{name} must be {tuple(shape)}, got {tuple(x.shape)}")
     if x.dtype not in dtypes:
@@ -30,6 +31,28 @@ def require(
         raise ValueError(f"{name} must be on {like.device}, got {x.device}")
     if contiguous and not x.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got strides {x.stride()}")
+
+
+def require_tensor(name: str, x: object) -> None:
+    """Raise `ValueError` unless `x` is a tensor."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
+
+
+def require_pair(name: str, value: object, parts: str) -> tuple[Tensor, Tensor]:
+    """The two tensors of a tuple, which are its `parts`; anything else raises `ValueError`."""
+    if not isinstance(value, tuple) or len(value) != 2:
+        raise ValueError(f"{name} must be two tensors, {parts}, got {type(value).__name__}")
+    if any(x is None for x in value):
+        raise ValueError(f"{parts} of {name} come together")
+    for x in value:
+        require_tensor(name, x)
+    return value[0], value[1]
+
+
+def pair(name: str, value: object, parts: str) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """As `require_pair`, or two None for None."""
+    return (None, None) if value is None else require_pair(name, value, parts)
 
 
 def require_tokens(name: str, x: Tensor, like: Tensor) -> None:
@@ -44,8 +67,9 @@ def check_scan(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, *, 
 
     With `frame_beta` beta may also be [B,H,F].
     """
-    if q.ndim != 4:
-        raise ValueError(f"q must be [B,N,H,D], got {tuple(q.shape)}")
+    require_tensor("q", q)
+    if q.ndim != 4 or not q.numel() or q.shape[-1] % 2:
+        raise ValueError(f"q must be [B,N,H,D], none of them 0 and D even, got {tuple(q.shape)}")
     for name, x in (("q", q), ("k", k), ("v", v)):
         require_tokens(name, x, q)
     batch, tokens, heads, _ = q.shape
@@ -72,7 +96,7 @@ def check_state(
     rows = batch if slots is None else kv.shape[0] if kv.ndim else 0
     if slots is not None:
         require("slots", slots, (batch,), INDICES, like=q)
-    require(f"{name} kv", kv, (rows, heads, dim, dim), like=q)
+    require(name if z is None else f"{name} kv", kv, (rows, heads, dim, dim), like=q)
     if z is not None:
         require(f"{name} z", z, (rows, heads, dim), like=q)
 
@@ -93,6 +117,8 @@ def starts(chunk_starts: Tensor | Sequence[int] | None, frames: int, device: tor
         require("chunk_starts", chunk_starts, chunk_starts.shape, INDICES)
         return chunk_starts
     numbers = list(chunk_starts)
+    if not all(isinstance(n, int) for n in numbers):
+        raise ValueError(f"chunk_starts must be whole numbers, got {numbers}")
     rising = all(a < b for a, b in pairwise(numbers))
     if not numbers or numbers[0] != 0 or not rising or numbers[-1] >= frames:
         raise ValueError(f"chunk_starts must rise from 0 below {frames}, got {numbers}")

@@ -136,6 +136,12 @@ def store_state(state: Tensor, out: Tensor | None, slots: Tensor | None) -> Tens
     return out.index_copy_(0, slots, state.to(out.dtype))
 
 
+def check_reverse(reverse: object) -> None:
+    """Raise `ValueError` unless it is `ReverseInputs` or None."""
+    if reverse is not None and not isinstance(reverse, ReverseInputs):
+        raise ValueError(f"reverse must be ReverseInputs, got {type(reverse).__name__}")
+
+
 def check_direction(direction: str, x: ScanInputs, reverse: ReverseInputs | None) -> None:
     """Raise `ValueError` unless `direction` is one and reverse inputs, if any, go with "both" and fit the forward ones.
 
@@ -170,5 +176,9 @@ def check_states(
             raise ValueError(f"kv and z of {name} come together")
         kv, z = state if len(state) == 2 else (state[0], None)
         check_state(name, kv, z, q, slots=slots, reverse=direction == "reverse")
-    if slots is not None and initial is None and out is None:
+    if slots is None:
+        return
+    if initial is None and out is None:
         raise ValueError("slots are rows of a state pool: they need initial_state or out_state")
+    if initial is not None and out is not None and initial[0].shape != out[0].shape:
+        raise ValueError("with slots, initial_state and out_state are pools with the same rows")

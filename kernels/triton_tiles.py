@@ -9,12 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longtake.kernels.backend import OPERAND_DTYPES
+from longtake.kernels.backend import MAX_DIM, OCTET, OPERAND_DTYPES
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-OCTET = 8
 ALIGNMENT = 16
-MAX_DIM = 128
 TRITON_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 

@@ -14,8 +14,8 @@ from longtake.kernels.cam.geometry import ray_matrices
 from longtake.kernels.cam.prepare import cam_discount, cam_output, cam_prepare
 from longtake.kernels.cam.prepare_reference import CamTokens, check_prepare
 from longtake.kernels.cam.reference import CamOutput, check_cam
-from longtake.kernels.checks import check_scan, starts
-from longtake.kernels.delta import Direction, ReverseInputs, ScanInputs
+from longtake.kernels.checks import check_scan, pair, require_tensor, starts
+from longtake.kernels.delta import Direction, ReverseInputs, ScanInputs, check_reverse
 from longtake.kernels.gdn.reference import Norm
 from longtake.kernels.scan.configurations import Precision
 
@@ -47,12 +47,21 @@ def cam_scan(
     precision: Precision = "bf16",
     backend: Backend | None = None,
 ) -> CamOutput:
-    """`reference.cam_scan`, which says what everything means, or the Triton kernels that compute the same.
+    """The delta rule without a normaliser, in one direction or both: `gdn_scan`'s numerator of given queries and keys.
 
     Args:
-        q … reverse: as in `reference.cam_scan`. The kernels take q, k, v in fp32, bf16 or fp16 with D % 8 = 0, D ≤ 128.
-        precision: of the kernels' products; the reference computes in fp32 or better.
-        backend: which of the two; None: as the environment or the device says.
+        q, k, v: [B,N,H,D] from `cam_prepare`, of any sign. beta: [B,H,F,S] or [B,H,F] from `cam_discount`, not
+            negative. decay: [B,H,F] in [0,1].
+        direction, slots, chunk_starts: as in `gdn_scan`. reverse: likewise, without inverse RMS.
+        initial_state: memory of the frames before, [B,H,D,D] rows = key dim, or a pool [slots,H,D,D]; None: empty.
+        out_state: takes the final state; may be `initial_state`.
+        precision: of the Triton kernels' products; the reference computes in fp32 or better.
+        backend: "reference", or "triton" with D % 8 = 0 and D ≤ 128; None: as LONGTAKE_KERNELS or the device says.
+        None of the arguments but `out_state` is changed.
+
+    Returns:
+        out [B,N,H,D] and the state: `out_state`, or fresh [B,H,D,D], or None in reverse; contiguous, fp32 (float64 for
+        float64 input).
 
     Raises:
         ValueError: an argument has a wrong shape, dtype, device or layout, or does not go with another one.
@@ -60,8 +69,14 @@ def cam_scan(
     """
     check_precision(precision)
     inputs = ScanInputs(q, k, v, beta, decay)
+    check_reverse(reverse)
+    for name, state in (("initial_state", initial_state), ("out_state", out_state)):
+        if state is not None:
+            require_tensor(name, state)
     others = (None,) * 5 if reverse is None else reverse[:5]
-    if not runs_triton(backend, *(x for x in (*inputs[:5], initial_state, out_state, *others) if x is not None)):
+    if not runs_triton(
+        backend, *(x for x in (*inputs[:5], initial_state, out_state, *others) if x is not None), dim=q.shape[-1]
+    ):
         return reference.cam_scan(
             q,
             k,
@@ -114,11 +129,19 @@ def cam_branch(
     precision: Precision = "bf16",
     backend: Backend | None = None,
 ) -> CamOutput:
-    """`reference.cam_branch`, which says what everything means, or Triton kernels that never store prepared tokens.
+    """The camera branch from raw q, k, v: `cam_prepare`, `cam_discount`, `cam_scan` and `cam_output` in one call.
 
     Args:
-        q … chunk_starts: as in `reference.cam_branch`. The kernels take q, k, v in fp32, bf16 or fp16 with D ≤ 128.
-        precision, backend: as in `cam_scan`.
+        q, k, v: [B,N,H,D] raw, D a multiple of 8. beta: [B,H,F,S] or [B,H,F]. decay: [B,H,F].
+        projection, projection_inverse, cos, sin, norm … k_scale: as in `cam_prepare`.
+        direction, initial_state … chunk_starts: as in `cam_scan`.
+        discount: divide β by the growth of the keys. output_transform: return into each token's own ray frame.
+        precision: of the Triton kernels' products; the reference computes in fp32 or better.
+        backend: "reference", or "triton" with D % 8 = 0 and D ≤ 128; None: as LONGTAKE_KERNELS or the device says.
+        None of the arguments but `out_state` is changed.
+
+    Returns:
+        out [B,N,H,D] in the dtype of v, and the state as in `cam_scan`.
 
     Raises:
         ValueError: an argument has a wrong shape, dtype, device or layout, or does not go with another one.
@@ -126,8 +149,9 @@ def cam_branch(
     """
     check_precision(precision)
     positions, weights = (projection, projection_inverse, cos, sin), (q_weight, k_weight)
-    given = (q, k, v, beta, decay, *positions, *weights, *(inverse_rms or ()), initial_state, out_state)
-    if not runs_triton(backend, *(x for x in given if x is not None)):
+    rms = pair("inverse_rms", inverse_rms, "q and k")
+    given = (q, k, v, beta, decay, *positions, *weights, *rms, initial_state, out_state)
+    if not runs_triton(backend, *(x for x in given if x is not None), dim=q.shape[-1]):
         return reference.cam_branch(
             q,
             k,
@@ -155,7 +179,7 @@ def cam_branch(
     first = starts(chunk_starts, decay.shape[2], q.device)
     from longtake.kernels.cam import ops
 
-    norms = (norm, *weights, norm_eps, *(inverse_rms or (None, None)), k_scale)
+    norms = (norm, *weights, norm_eps, *rms, k_scale)
     memory, writes = (initial_state, out_state, slots, first), out_state is not None
     how = (direction, discount, output_transform, precision)
     out, state = ops.cam_branch(

@@ -7,7 +7,7 @@ variable LONGTAKE_KERNELS chooses (`longtake.kernels.backend`).
 import torch
 from torch import Tensor
 
-from longtake.kernels.backend import Backend, runs_triton
+from longtake.kernels.backend import Backend, requested, runs_triton
 from longtake.kernels.cam import prepare_reference as reference
 from longtake.kernels.cam.prepare_reference import CamTokens, check_discount, check_output, check_prepare
 from longtake.kernels.gdn.reference import Norm
@@ -43,7 +43,8 @@ def cam_prepare(
         q_weight, k_weight: [H*D] norm weights, fp32 or bf16, or None. norm_eps: added to the mean square.
         inverse_rms: 1/RMS of q and of k, [B,N] fp32 each, instead of computing them; with `norm="full"` only.
         k_scale: multiplied onto k before the transform. relu: on q and k (delta-rule blocks); False in softmax blocks.
-        downscale: shrink q, k, v after the transform to the RMS they had before it; norms of k count after that.
+        downscale: shrink q, k, v after the transform to the RMS they had before it, in the reference whatever
+            `backend` says; norms of k count after that.
 
     Raises:
         ValueError: an argument does not fit; it is named.
@@ -52,7 +53,8 @@ def cam_prepare(
     positions = (projection, projection_inverse, cos, sin)
     tables = check_prepare(q, k, v, *positions, norm, q_weight, k_weight, inverse_rms) or (None, None)
     given = (q, k, v, *positions, q_weight, k_weight, *(inverse_rms or ()))
-    if downscale or not runs_triton(backend, *(x for x in given if x is not None)):
+    requested(backend)
+    if downscale or not runs_triton(backend, *(x for x in given if x is not None), dim=q.shape[-1]):
         return reference.cam_prepare(
             q,
             k,
@@ -120,7 +122,7 @@ def cam_output(
         BackendError: `backend` can not run.
     """
     tables = check_output(out, projection, cos, sin, dtype) or (None, None)
-    if not runs_triton(backend, *(x for x in (out, projection, cos, sin) if x is not None)):
+    if not runs_triton(backend, *(x for x in (out, projection, cos, sin) if x is not None), dim=out.shape[-1]):
         return reference.cam_output(out, projection, cos, sin, dtype=dtype)
     from longtake.kernels.cam import prepare_ops as ops
 

@@ -44,23 +44,7 @@ def cam_scan(
     chunk_starts: Tensor | Sequence[int] | None = None,
     reverse: ReverseInputs | None = None,
 ) -> CamOutput:
-    """The delta rule without a normaliser, in one direction or both: `gdn_scan`'s numerator of given queries and keys.
-
-    Args:
-        q, k, v: [B,N,H,D] from `cam_prepare`, of any sign. beta: [B,H,F,S] or [B,H,F] from `cam_discount`, not
-            negative. decay: [B,H,F] in [0,1].
-        direction, slots, chunk_starts: as in `gdn_scan`. reverse: likewise, without inverse RMS.
-        initial_state: memory of the frames before, [B,H,D,D] rows = key dim, or a pool [slots,H,D,D]; None: empty.
-        out_state: takes the final state; may be `initial_state`.
-        None of the arguments but `out_state` is changed.
-
-    Returns:
-        out [B,N,H,D] and the state: `out_state`, or fresh [B,H,D,D], or None in reverse; contiguous, fp32 (float64 for
-        float64 input).
-
-    Raises:
-        ValueError: an argument has a wrong shape, dtype, device or layout, or does not go with another one.
-    """
+    """The specification of `longtake.kernels.cam_scan`: a loop over frames; arguments and results as there."""
     check_scan(q, k, v, beta, decay, frame_beta=True)
     inputs = ScanInputs(q, k, v, beta, decay)
     check_cam(inputs, direction, initial_state, out_state, slots, reverse)
@@ -113,21 +97,7 @@ def cam_branch(
     slots: Tensor | None = None,
     chunk_starts: Tensor | Sequence[int] | None = None,
 ) -> CamOutput:
-    """The camera branch from raw q, k, v: `cam_prepare`, `cam_discount`, `cam_scan` and `cam_output` in one call.
-
-    Args:
-        q, k, v: [B,N,H,D] raw, D a multiple of 8. beta: [B,H,F,S] or [B,H,F]. decay: [B,H,F].
-        projection, projection_inverse, cos, sin, norm … k_scale: as in `cam_prepare`.
-        direction, initial_state … chunk_starts: as in `cam_scan`.
-        discount: divide β by the growth of the keys. output_transform: return into each token's own ray frame.
-        None of the arguments but `out_state` is changed.
-
-    Returns:
-        out [B,N,H,D] in the dtype of v, and the state as in `cam_scan`.
-
-    Raises:
-        ValueError: an argument has a wrong shape, dtype, device or layout, or does not go with another one.
-    """
+    """The specification of `longtake.kernels.cam_branch`, in its four steps; arguments and results as there."""
     tokens = cam_prepare(
         q,
         k,

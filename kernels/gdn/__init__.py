@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from longtake.kernels.backend import Backend, check_precision, runs_triton
-from longtake.kernels.checks import check_scan, starts
-from longtake.kernels.delta import Direction, ReverseInputs, ScanInputs, check_direction, check_states
+from longtake.kernels.checks import check_scan, pair, starts
+from longtake.kernels.delta import Direction, ReverseInputs, ScanInputs, check_direction, check_reverse, check_states
 from longtake.kernels.gdn import reference
 from longtake.kernels.gdn.gates import frame_gates
 from longtake.kernels.gdn.merge import gate_merge, gdn_merge
@@ -58,12 +58,36 @@ def gdn_scan(
     precision: Precision = "bf16",
     backend: Backend | None = None,
 ) -> GdnOutput:
-    """`reference.gdn_scan`, which says what everything means, or the Triton kernels that compute the same.
+    """The recurrence in one direction or both: numerator and denominator, or their quotient.
+
+    Q = relu(norm(q)), K = relu(norm(k))·k_scale, and Q̃, K̃ are Q, K rotated. Forward, inclusive:
+    M_t = g_t·(I − K̃_tᵀ·diag(β_t)·K̃_t)·M_{t−1} + K̃_tᵀ·diag(β_t)·V_t, and z_t likewise from K_t and ones; the numerator
+    is Q̃_t·M_t, the denominator Q_t·z_t: only the numerator sees the rotation. Reverse, exclusive:
+    R_{F−1} = 0, R_t = g_{t+1}·(I − P_{t+1})·R_{t+1} + A_{t+1} with P, A the products above. Both: the sums of the two.
 
     Args:
-        q … reverse: as in `reference.gdn_scan`. The kernels take q, k, v in fp32, bf16 or fp16 with D % 8 = 0, D ≤ 128.
-        precision: of the kernels' products; the reference computes in fp32 or better.
-        backend: which of the two; None: as the environment or the device says.
+        q, k, v: [B,N,H,D], N = F*S, frames first. beta: [B,H,F,S], not negative. decay: [B,H,F] in [0,1].
+        norm: RMS norm of q and k: "none", "head" (over D) or "full" (over H*D). q_weight, k_weight: its weights [H*D];
+            None: ones. norm_eps: added to the mean square. inverse_rms: of q and k, [B,N] fp32 each, with norm "full".
+        k_scale: multiplied onto k after ReLU.
+        cos, sin: tables of the interleaved rotation: [N,D/2], or every second entry of [N,D], or [B,N,·]; None: none.
+        eps: added once to the summed denominator of a quotient; None: numerator and denominator apart.
+        gate: [B,N,H,D]; the quotient is multiplied by silu(gate).
+        initial_state: memory of the frames before; None: empty. With `slots` int64 [B] states are pools
+            [slots,H,D,D] and [slots,H,D], and batch entry b uses row slots[b].
+        out_state: takes the final state; may be `initial_state`. No two of its slots may be the same.
+        chunk_starts: first frames of the chunks, ascending from 0, int64 [C] or numbers: the reverse scan begins anew
+            in each, so that no frame reads a later chunk.
+        reverse: other inputs of the reverse scan, with direction "both". With `chunk_starts` those at the first frame
+            of every chunk but the first are never absorbed, whatever they hold.
+        precision: of the Triton kernels' products; the reference computes in fp32 or better.
+        backend: "reference", or "triton" with D % 8 = 0 and D ≤ 128; None: as LONGTAKE_KERNELS or the device says.
+        None of the arguments but `out_state` is changed.
+
+    Returns:
+        Without `eps`: numerator [B,N,H,D] and denominator [B,N,H], fp32 (float64 for float64 input). With `eps`: the
+        quotient [B,N,H,D] in the dtype of v. The state is `out_state`, or fresh [B,H,D,D] and [B,H,D], or None in
+        reverse. All contiguous.
 
     Raises:
         ValueError: an argument has a wrong shape, dtype, device or layout, or does not go with another one.
@@ -71,10 +95,13 @@ def gdn_scan(
     """
     check_precision(precision)
     inputs = ScanInputs(q, k, v, beta, decay, inverse_rms)
+    check_reverse(reverse)
     back = inputs.replaced(reverse)
-    states = (*(initial_state or (None, None)), *(out_state or (None, None)))
-    given = (*inputs[:5], q_weight, k_weight, *(inverse_rms or ()), cos, sin, gate, *states)
-    if not runs_triton(backend, *(x for x in (*given, *back[:5], *(back.inverse_rms or ())) if x is not None)):
+    states = (*pair("initial_state", initial_state, "kv and z"), *pair("out_state", out_state, "kv and z"))
+    rms = pair("inverse_rms", inverse_rms, "q and k")
+    back_rms = pair("reverse inverse_rms", back.inverse_rms, "q and k")
+    given = (*inputs[:5], q_weight, k_weight, *rms, cos, sin, gate, *states, *back[:5], *back_rms)
+    if not runs_triton(backend, *(x for x in given if x is not None), dim=q.shape[-1]):
         return reference.gdn_scan(
             q,
             k,
@@ -108,11 +135,11 @@ def gdn_scan(
     first = starts(chunk_starts, decay.shape[2], q.device)
     from longtake.kernels.gdn import ops
 
-    norms = (norm, q_weight, k_weight, norm_eps, *(inverse_rms or (None, None)), k_scale)
+    norms = (norm, q_weight, k_weight, norm_eps, *rms, k_scale)
     others = (None,) * 7 if reverse is None else (*reverse[:5], *(reverse.inverse_rms or (None, None)))
     memory, how = (*states, slots, first), (direction, reverse is not None, precision)
     out, denominator, *made = ops.gdn_scan(
         *inputs[:5], *norms, *tables, eps, gate, *memory, *others, *how, writes=out_state is not None
     )
-    state = out_state or (None if direction == "reverse" else GdnState(*made))
+    state = GdnState(*states[2:]) if out_state else (None if direction == "reverse" else GdnState(*made))
     return GdnOutput(out, denominator if eps is None else None, state)

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from longtake.kernels.backend import Backend, runs_triton
-from longtake.kernels.checks import FLOATS, FP32, require
+from longtake.kernels.checks import FLOATS, FP32, require, require_pair
 from longtake.kernels.delta import accumulation_dtype
 
 Reads = tuple[Tensor, Tensor]
@@ -55,11 +55,12 @@ def gdn_merge(
         ValueError: a tensor has another shape, dtype or device than the numerator says, or is not contiguous.
         BackendError: `backend` can not run.
     """
-    numerator = forward[0]
+    numerator, _ = require_pair("forward", forward, "numerator and denominator")
     if numerator.ndim != 4:
         raise ValueError(f"the forward numerator must be [B,N,H,D], got {tuple(numerator.shape)}")
     reads = {"forward": forward} if reverse is None else {"forward": forward, "reverse": reverse}
-    for name, (num, den) in reads.items():
+    for name, given in reads.items():
+        num, den = require_pair(name, given, "numerator and denominator")
         require(f"the {name} numerator", num, numerator.shape, FP32, like=numerator)
         require(f"the {name} denominator", den, numerator.shape[:3], (numerator.dtype,), like=numerator)
     if gate is not None:

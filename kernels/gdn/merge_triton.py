@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longtake.kernels.backend import on_device_of
-from longtake.kernels.triton_tiles import OCTET, round_to, times_sigmoid
+from longtake.kernels.backend import OCTET, on_device_of
+from longtake.kernels.triton_tiles import round_to, times_sigmoid
 
 BLOCK = 128
 """Octets of a program, one a thread for 16-bit results."""

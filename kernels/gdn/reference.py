@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from longtake.kernels.checks import FLOATS, WEIGHTS, check_scan, require
+from longtake.kernels.checks import FLOATS, WEIGHTS, check_scan, require, require_pair
 from longtake.kernels.delta import (
     Direction,
     Frames,
@@ -68,7 +68,7 @@ def check_norm(
         return
     if norm != "full":
         raise ValueError(f"inverse_rms needs norm 'full', got {norm!r}")
-    for name, scale in zip("qk", inverse_rms, strict=True):
+    for name, scale in zip("qk", require_pair("inverse_rms", inverse_rms, "q and k"), strict=True):
         require(f"inverse_rms of {name}", scale, q.shape[:2], like=q)
 
 
@@ -159,38 +159,7 @@ def gdn_scan(
     chunk_starts: Tensor | Sequence[int] | None = None,
     reverse: ReverseInputs | None = None,
 ) -> GdnOutput:
-    """The recurrence in one direction or both: numerator and denominator, or their quotient.
-
-    Q = relu(norm(q)), K = relu(norm(k))·k_scale, and Q̃, K̃ are Q, K rotated. Forward, inclusive:
-    M_t = g_t·(I − K̃_tᵀ·diag(β_t)·K̃_t)·M_{t−1} + K̃_tᵀ·diag(β_t)·V_t, and z_t likewise from K_t and ones; the numerator
-    is Q̃_t·M_t, the denominator Q_t·z_t: only the numerator sees the rotation. Reverse, exclusive:
-    R_{F−1} = 0, R_t = g_{t+1}·(I − P_{t+1})·R_{t+1} + A_{t+1} with P, A the products above. Both: the sums of the two.
-
-    Args:
-        q, k, v: [B,N,H,D], N = F*S, frames first. beta: [B,H,F,S], not negative. decay: [B,H,F] in [0,1].
-        norm: RMS norm of q and k: "none", "head" (over D) or "full" (over H*D). q_weight, k_weight: its weights [H*D];
-            None: ones. norm_eps: added to the mean square. inverse_rms: of q and k, [B,N] fp32 each, with norm "full".
-        k_scale: multiplied onto k after ReLU.
-        cos, sin: tables of the interleaved rotation: [N,D/2], or every second entry of [N,D], or [B,N,·]; None: none.
-        eps: added once to the summed denominator of a quotient; None: numerator and denominator apart.
-        gate: [B,N,H,D]; the quotient is multiplied by silu(gate).
-        initial_state: memory of the frames before; None: empty. With `slots` int64 [B] states are pools
-            [slots,H,D,D] and [slots,H,D], and batch entry b uses row slots[b].
-        out_state: takes the final state; may be `initial_state`. No two of its slots may be the same.
-        chunk_starts: first frames of the chunks, ascending from 0, int64 [C] or numbers: the reverse scan begins anew
-            in each, so that no frame reads a later chunk.
-        reverse: other inputs of the reverse scan, with direction "both". With `chunk_starts` those at the first frame
-            of every chunk but the first are never absorbed, whatever they hold.
-        None of the arguments but `out_state` is changed.
-
-    Returns:
-        Without `eps`: numerator [B,N,H,D] and denominator [B,N,H], fp32 (float64 for float64 input). With `eps`: the
-        quotient [B,N,H,D] in the dtype of v. The state is `out_state`, or fresh [B,H,D,D] and [B,H,D], or None in
-        reverse. All contiguous.
-
-    Raises:
-        ValueError: an argument has a wrong shape, dtype, device or layout, or does not go with another one.
-    """
+    """The specification of `longtake.kernels.gdn_scan`: a loop over frames; arguments and results as there."""
     check_scan(q, k, v, beta, decay)
     inputs = ScanInputs(q, k, v, beta, decay, inverse_rms)
     check_direction(direction, inputs, reverse)

@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longtake.kernels.backend import on_device_of
-from longtake.kernels.triton_tiles import OCTET, aligned, round_to
+from longtake.kernels.backend import OCTET, on_device_of
+from longtake.kernels.triton_tiles import aligned, round_to
 
 BLOCK = 128
 """Octets of channels of a program, one a thread for 16-bit x."""

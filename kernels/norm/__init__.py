@@ -27,7 +27,7 @@ def inverse_rms(q: Tensor, k: Tensor, *, eps: float, backend: Backend | None = N
         raise ValueError(f"q must be [B,N,H,D], got {tuple(q.shape)}")
     require_tokens("q", q, q)
     require_tokens("k", k, q)
-    if not runs_triton(backend, q, k):
+    if not runs_triton(backend, q, k, dim=q.shape[-1]):
         return reference.inverse_rms(q, k, eps=eps)
     from longtake.kernels.norm import triton
 

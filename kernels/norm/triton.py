@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longtake.kernels.backend import on_device_of
-from longtake.kernels.triton_tiles import OCTET, aligned, check_operands, octet_strides, padded
+from longtake.kernels.backend import OCTET, on_device_of
+from longtake.kernels.triton_tiles import aligned, check_operands, octet_strides, padded
 
 WARP_OCTETS = 128
 """Octets that a warp takes: 32 entries a thread."""
