@@ -176,6 +176,8 @@ def check_states(
             raise ValueError(f"kv and z of {name} come together")
         kv, z = state if len(state) == 2 else (state[0], None)
         check_state(name, kv, z, q, slots=slots, reverse=direction == "reverse")
+        if name == "out_state" and any(x.requires_grad for x in state):
+            raise ValueError("out_state is written in place: it can not require grad")
     if slots is None:
         return
     if initial is None and out is None:

@@ -20,7 +20,9 @@ def pair_tables(cos: Tensor | None, sin: Tensor | None, q: Tensor, width: int) -
         return None
     if cos is None or sin is None:
         raise ValueError("cos and sin come together")
-    return _pairs("cos", cos, q, width), _pairs("sin", sin, q, width)
+    batch = max(cos.shape[0] if cos.ndim == 3 else 1, sin.shape[0] if sin.ndim == 3 else 1)
+    tables = _pairs("cos", cos, q, width), _pairs("sin", sin, q, width)
+    return tables[0].expand(batch, -1, -1), tables[1].expand(batch, -1, -1)
 
 
 def _pairs(name: str, table: Tensor, q: Tensor, width: int) -> Tensor:

@@ -92,3 +92,22 @@ def test_a_head_dim_beyond_the_kernels_is_no_backend_of_theirs() -> None:
     with pytest.raises(BackendError, match="multiple of 8 up to 128, got 136"):
         cam_branch(**x, backend="triton")
     assert cam_branch(**x).out.shape == x["q"].shape
+
+
+@each_backend
+@pytest.mark.parametrize("shared", ["cos", "sin"])
+def test_one_table_may_be_shared_and_the_other_not(shared: str, backend: str) -> None:
+    x = draw("gdn", SMALL, BF16, "both turned-own state")
+    x[shared] = x[shared][:1].contiguous()
+    both = x | {shared: x[shared].expand(2, -1, -1).contiguous()}
+    ours, expected = (gdn_scan(**y, precision="ieee", backend=backend) for y in (x, both))
+    assert torch.equal(ours.out, expected.out)
+
+
+@each_backend
+def test_an_out_state_that_requires_grad_is_refused_and_not_written(backend: str) -> None:
+    x = draw("cam", SMALL, BF16, "both state")
+    out = torch.zeros_like(x["initial_state"]).requires_grad_()
+    with torch.no_grad(), pytest.raises(ValueError, match="can not require grad"):
+        cam_scan(**(x | {"out_state": out}), backend=backend)
+    assert not out.any()

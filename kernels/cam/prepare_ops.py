@@ -21,6 +21,9 @@ DTYPES = {
 }
 
 
+PARTS = ("batch", "token", "head")
+
+
 def _based(x: Tensor) -> Tensor:
     """A contiguous tensor itself, or a copy unless it begins at a multiple of 16 bytes: alignment decides layouts."""
     return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
@@ -28,10 +31,19 @@ def _based(x: Tensor) -> Tensor:
 
 def _rotation(cos: Tensor | None, sin: Tensor | None, idle: Tensor) -> dict[str, Any]:
     """Kernel arguments of the tables [1|B,N,pairs]; without tables `idle` stands in, which no kernel reads."""
-    if cos is None or sin is None:
-        return {"cos": idle, "sin": idle, "turns": (0, 0, 0, 0), "steps": (0, 0), "ROTATED": False}
-    turns = tuple(0 if dim == 0 and x.shape[0] == 1 else x.stride(dim) for x in (cos, sin) for dim in (0, 1))
-    return {"cos": cos, "sin": sin, "turns": turns, "steps": (cos.stride(2), sin.stride(2)), "ROTATED": True}
+    rotated = cos is not None and sin is not None
+    arguments: dict[str, Any] = {"ROTATED": rotated}
+    for name, table in (("cos", cos), ("sin", sin)):
+        strides = (0, 0, 0) if table is None else (table.stride(0) if table.shape[0] > 1 else 0, *table.stride()[1:])
+        arguments[name] = idle if table is None else table
+        arguments |= {f"{name}_{part}": stride for part, stride in zip(PARTS[:2], strides[:2], strict=True)}
+        arguments[f"{name}_step"] = strides[2]
+    return arguments
+
+
+def _strides(name: str, x: Tensor) -> dict[str, int]:
+    """Kernel arguments of the strides of x [B,N,H,D]: scalars, since those of a tuple would be specialised."""
+    return {f"{name}_{part}": stride for part, stride in zip(PARTS, octet_strides(x), strict=True)}
 
 
 def _blocks(x: Tensor) -> dict[str, int]:
@@ -87,9 +99,9 @@ def cam_prepare(
             **dict(zip(OUTPUTS, results, strict=True)),
             heads=heads,
             tokens=tokens,
-            q_strides=octet_strides(q),
-            k_strides=octet_strides(k),
-            v_strides=octet_strides(v),
+            **_strides("q", q),
+            **_strides("k", k),
+            **_strides("v", v),
             eps=norm_eps,
             k_scale=k_scale,
             NORM="given" if given else norm,
@@ -146,7 +158,7 @@ def cam_output(out: Tensor, projection: Tensor, cos: Tensor | None, sin: Tensor 
             out=result,
             heads=heads,
             tokens=tokens,
-            strides=octet_strides(out),
+            **_strides("x", out),
             DTYPE=DTYPES[dtype],
             num_warps=4,
             **_rotation(cos, sin, projection),

@@ -109,9 +109,12 @@ def _floored(energy: tl.tensor) -> tl.tensor:
 
 
 @triton.jit(
-    do_not_specialize=["heads", "tokens", "q_strides", "k_strides", "v_strides", "turns", "steps", "eps", "k_scale"],
+    do_not_specialize=[
+        "heads", "tokens", "q_batch", "q_token", "q_head", "k_batch", "k_token", "k_head", "v_batch", "v_token",
+        "v_head", "cos_batch", "cos_token", "cos_step", "sin_batch", "sin_token", "sin_step", "eps", "k_scale",
+    ],
     do_not_specialize_on_alignment=["projection", "inverse", "cos", "sin", "q_inverse", "k_inverse"],
-)
+)  # fmt: skip
 def prepare_kernel(
     q: tl.tensor,
     k: tl.tensor,
@@ -132,11 +135,21 @@ def prepare_kernel(
     inflation: tl.tensor,
     heads: int,
     tokens: int,
-    q_strides: tl.tuple,
-    k_strides: tl.tuple,
-    v_strides: tl.tuple,
-    turns: tl.tuple,
-    steps: tl.tuple,
+    q_batch: int,
+    q_token: int,
+    q_head: int,
+    k_batch: int,
+    k_token: int,
+    k_head: int,
+    v_batch: int,
+    v_token: int,
+    v_head: int,
+    cos_batch: int,
+    cos_token: int,
+    cos_step: int,
+    sin_batch: int,
+    sin_token: int,
+    sin_step: int,
     eps: float,
     k_scale: float,
     D: tl.constexpr,
@@ -158,15 +171,16 @@ def prepare_kernel(
     width = heads * D * 1.0
     projection += token * 16
     inverse += token * 16
-    cos += batch * turns[0] + row * turns[1]
-    sin += batch * turns[2] + row * turns[3]
+    cos += batch * cos_batch + row * cos_token
+    sin += batch * sin_batch + row * sin_token
+    steps = (cos_step, sin_step)
     out = token * heads * D + place
 
-    x = _load_heads(q, batch * q_strides[0] + row * q_strides[1], q_strides[2], inside, col)
+    x = _load_heads(q, batch * q_batch + row * q_token, q_head, inside, col)
     x = _normed(x, q_inverse + token, q_weight, width, eps, place, inside, D, NORM, Q_WEIGHTED, RELU)
     tl.store(q_out + out, _transform(x, projection, cos, sin, steps, 1.0, D, True, ROTATED), inside)
 
-    x = _load_heads(k, batch * k_strides[0] + row * k_strides[1], k_strides[2], inside, col)
+    x = _load_heads(k, batch * k_batch + row * k_token, k_head, inside, col)
     x = _normed(x, k_inverse + token, k_weight, width, eps, place, inside, D, NORM, K_WEIGHTED, RELU) * k_scale
     y = _transform(x, inverse, cos, sin, steps, 1.0, D, False, ROTATED)
     tl.store(k_out + out, y, inside)
@@ -176,7 +190,7 @@ def prepare_kernel(
     tl.store(norm_after + at, after, head < heads)
     tl.store(inflation + at, tl.div_rn(_floored(after), _floored(before)), head < heads)
 
-    x = _load_heads(v, batch * v_strides[0] + row * v_strides[1], v_strides[2], inside, col)
+    x = _load_heads(v, batch * v_batch + row * v_token, v_head, inside, col)
     tl.store(v_out + out, _transform(x, inverse, cos, sin, steps, 1.0, D, False, ROTATED), inside)
 
 
@@ -218,9 +232,12 @@ def discount_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["heads", "tokens", "strides", "turns", "steps"],
+    do_not_specialize=[
+        "heads", "tokens", "x_batch", "x_token", "x_head",
+        "cos_batch", "cos_token", "cos_step", "sin_batch", "sin_token", "sin_step",
+    ],
     do_not_specialize_on_alignment=["projection", "cos", "sin"],
-)
+)  # fmt: skip
 def output_kernel(
     x: tl.tensor,
     projection: tl.tensor,
@@ -229,9 +246,15 @@ def output_kernel(
     out: tl.tensor,
     heads: int,
     tokens: int,
-    strides: tl.tuple,
-    turns: tl.tuple,
-    steps: tl.tuple,
+    x_batch: int,
+    x_token: int,
+    x_head: int,
+    cos_batch: int,
+    cos_token: int,
+    cos_step: int,
+    sin_batch: int,
+    sin_token: int,
+    sin_step: int,
     D: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -244,8 +267,9 @@ def output_kernel(
     head = tl.arange(0, BLOCK_H)
     col = tl.arange(0, BLOCK_D)
     inside = (head < heads)[:, None] & (col < D)[None, :]
-    cos += batch * turns[0] + row * turns[1]
-    sin += batch * turns[2] + row * turns[3]
-    y = _load_heads(x, batch * strides[0] + row * strides[1], strides[2], inside, col)
+    cos += batch * cos_batch + row * cos_token
+    sin += batch * sin_batch + row * sin_token
+    steps = (cos_step, sin_step)
+    y = _load_heads(x, batch * x_batch + row * x_token, x_head, inside, col)
     y = _transform(y, projection + token * 16, cos, sin, steps, -1.0, D, False, ROTATED)
     tl.store(out + token * heads * D + head[:, None] * D + col[None, :], round_to(y, DTYPE), inside)

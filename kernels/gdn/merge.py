@@ -58,6 +58,8 @@ def gdn_merge(
     numerator, _ = require_pair("forward", forward, "numerator and denominator")
     if numerator.ndim != 4:
         raise ValueError(f"the forward numerator must be [B,N,H,D], got {tuple(numerator.shape)}")
+    if dtype is not None and dtype not in FLOATS:
+        raise ValueError(f"dtype must be one of {FLOATS}, got {dtype}")
     reads = {"forward": forward} if reverse is None else {"forward": forward, "reverse": reverse}
     for name, given in reads.items():
         num, den = require_pair(name, given, "numerator and denominator")

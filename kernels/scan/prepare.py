@@ -26,7 +26,8 @@ def _load(
     """One half of some heads of a token, [H,WIDTH] fp32."""
     col = tl.arange(0, WIDTH)
     inside = (head < heads)[:, None] & (col < HALF)[None, :]
-    return tl.load(x + (head * stride)[:, None] * 8 + (FIRST + col)[None, :], inside, 0.0).to(tl.float32)
+    at = (head * stride).to(tl.int64)[:, None] * 8 + (FIRST + col)[None, :]
+    return tl.load(x + at, inside, 0.0).to(tl.float32)
 
 
 @triton.jit
