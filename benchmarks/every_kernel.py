@@ -4,6 +4,8 @@
 with racecheck and synccheck.
 """
 
+from functools import partial
+
 import torch
 
 from longtake.kernels import (
@@ -22,29 +24,25 @@ from longtake.kernels import (
     short_conv,
 )
 
-BATCH, FRAMES, HEIGHT, WIDTH, HEADS, DIM = 1, 3, 3, 5, 2, 112
+BATCH, FRAMES, DIM = 1, 3, 112
 
 
-def main() -> None:
+def launch_every_kernel(device: torch.device, *, heads: int = 2, height: int = 3, width: int = 5) -> None:
     """Scans with everything that they can be given, then the operators around them."""
-    if not torch.cuda.is_available():
-        raise SystemExit("the kernels run on a CUDA GPU, and there is none")
     torch.manual_seed(0)
-    per_frame = HEIGHT * WIDTH
+    per_frame = height * width
     tokens = FRAMES * per_frame
-    qkv = torch.randn(BATCH, tokens, 3, HEADS, DIM, device="cuda").bfloat16()
+    random, uniform = partial(torch.randn, device=device), partial(torch.rand, device=device)
+    qkv = random(BATCH, tokens, 3, heads, DIM).bfloat16()
     q, k, v = qkv.unbind(2)
     x = k.unflatten(1, (FRAMES, per_frame)).flatten(3)
-    weight = torch.rand(HEADS * DIM, device="cuda")
-    gates = (
-        torch.randn(BATCH, FRAMES, per_frame, HEADS, device="cuda"),
-        torch.randn(BATCH, FRAMES, HEADS, device="cuda"),
-    )
-    beta, decay = frame_gates(*gates, torch.zeros(HEADS, device="cuda"), torch.zeros(HEADS, device="cuda"))
-    state = GdnState(torch.randn(BATCH, HEADS, DIM, DIM, device="cuda"), torch.rand(BATCH, HEADS, DIM, device="cuda"))
-    raymap = torch.randn(BATCH, FRAMES, 20, device="cuda")
-    places = ray_matrices(raymap, HEIGHT, WIDTH)
-    angles = torch.rand(tokens, DIM // 2, device="cuda")
+    weight = uniform(heads * DIM)
+    gates = random(BATCH, FRAMES, per_frame, heads), random(BATCH, FRAMES, heads)
+    beta, decay = frame_gates(*gates, uniform(heads), uniform(heads))
+    state = GdnState(random(BATCH, heads, DIM, DIM), uniform(BATCH, heads, DIM))
+    raymap = random(BATCH, FRAMES, 20)
+    places = ray_matrices(raymap, height, width)
+    angles = uniform(tokens, DIM // 2)
     turns = {"cos": angles.cos(), "sin": angles.sin()}
     camera = angles[:, : DIM // 4].cos().contiguous(), angles[:, : DIM // 4].sin().contiguous()
     gate = v.contiguous()
@@ -60,10 +58,17 @@ def main() -> None:
     cam_discount(beta, prepared.inflation)
     cam_output(prepared.q, places[0], *camera, dtype=torch.bfloat16)
     inverse_rms(q, k, eps=1e-5)
-    short_conv(x, torch.randn(HEADS * DIM, 4, device="cuda"), None)
-    numerator, denominator = prepared.q, torch.rand(BATCH, tokens, HEADS, device="cuda") + 1
+    short_conv(x, random(heads * DIM, 4), None)
+    numerator, denominator = prepared.q, uniform(BATCH, tokens, heads) + 1
     gdn_merge((numerator, denominator), (numerator, denominator), eps=1e-8, gate=q.contiguous(), dtype=torch.bfloat16)
     gate_merge(q.contiguous(), k.contiguous(), v.contiguous())
+
+
+def main() -> None:
+    """On the current GPU."""
+    if not torch.cuda.is_available():
+        raise SystemExit("the kernels run on a CUDA GPU, and there is none")
+    launch_every_kernel(torch.device("cuda"))
     torch.cuda.synchronize()
     print("every kernel ran")
 

@@ -234,9 +234,9 @@ def test_reverse_inputs_at_chunk_starts_are_never_absorbed(name: str) -> None:
 
 
 def write(name: str, x: Arguments, out: object) -> Results:
-    """Run with `out_state`, which must be what comes back as the state."""
+    """Run with `out_state`, whose tensors must be what comes back as the state."""
     found = SCANS[name].public(**x, out_state=out, backend="triton")
-    assert found.state is out
+    assert [id(y) for y in tensors(found.state)] == [id(y) for y in tensors(out)]
     return tensors(found)
 
 

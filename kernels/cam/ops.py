@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from longtake.kernels.backend import on_device_of
+from longtake.kernels.cam.prepare_ops import camera_tables
 from longtake.kernels.delta import Direction
 from longtake.kernels.gdn.reference import Norm
 from longtake.kernels.operators import operator
@@ -97,14 +98,6 @@ def _reverse(x: ScanArguments) -> ScanArguments:
     return x._replace(**{name: y for name, y in given.items() if y is not None}, direction="reverse")
 
 
-def _tables(x: BranchArguments) -> tuple[Tensor, Tensor]:
-    """The tables, or those that turn nothing."""
-    if x.cos is not None and x.sin is not None:
-        return x.cos, x.sin
-    cos = x.projection.new_ones(1, x.q.shape[1], x.q.shape[-1] // 4)
-    return cos, torch.zeros_like(cos)
-
-
 def _branch(x: BranchArguments) -> Scan:
     rms = None if x.q_rms is None or x.k_rms is None else (x.q_rms, x.k_rms)
     return Scan(
@@ -114,7 +107,7 @@ def _branch(x: BranchArguments) -> Scan:
         x.beta,
         x.decay,
         Activation(cast(Norm, x.norm), (x.q_weight, x.k_weight), x.norm_eps, rms, relu=True, k_scale=x.k_scale),
-        Positions(_tables(x), (x.projection, x.projection_inverse)),
+        Positions(camera_tables(x.cos, x.sin, x.q), (x.projection, x.projection_inverse)),
         normaliser=False,
         discount=x.discount,
         direction=cast(Direction, x.direction),

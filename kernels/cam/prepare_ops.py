@@ -1,55 +1,42 @@
 """What surrounds the camera scan as custom operators that launch Triton kernels."""
 
-from typing import Any
+from typing import cast
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from longtake.kernels.backend import on_device_of
 from longtake.kernels.cam.prepare_triton import discount_kernel, output_kernel, prepare_kernel
-from longtake.kernels.triton_tiles import ALIGNMENT, aligned, octet_strides, padded
+from longtake.kernels.gdn.reference import Norm
+from longtake.kernels.scan.inputs import NORMS
+from longtake.kernels.scan.launch import based
+from longtake.kernels.triton_tiles import aligned, octet_strides, padded
 
 DISCOUNT_BLOCK = 256
 OUTPUTS = ("q_out", "k_out", "v_out", "norm_before", "norm_after", "inflation")
-DTYPES = {
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-    torch.float32: tl.float32,
-    torch.float64: tl.float64,
-}
+HEADS_AT_ONCE = 4
 
 
-PARTS = ("batch", "token", "head")
+def camera_tables(cos: Tensor | None, sin: Tensor | None, q: Tensor) -> tuple[Tensor, Tensor]:
+    """The tables, contiguous and aligned, or those that turn nothing."""
+    if cos is None or sin is None:
+        ones = q.new_ones((1, q.shape[1], q.shape[-1] // 4), dtype=torch.float32)
+        return ones, torch.zeros_like(ones)
+    return based(cos), based(sin)
 
 
-def _based(x: Tensor) -> Tensor:
-    """A contiguous tensor itself, or a copy unless it begins at a multiple of 16 bytes: alignment decides layouts."""
-    return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
-
-
-def _rotation(cos: Tensor | None, sin: Tensor | None, idle: Tensor) -> dict[str, Any]:
-    """Kernel arguments of the tables [1|B,N,pairs]; without tables `idle` stands in, which no kernel reads."""
-    rotated = cos is not None and sin is not None
-    arguments: dict[str, Any] = {"ROTATED": rotated}
-    for name, table in (("cos", cos), ("sin", sin)):
-        strides = (0, 0, 0) if table is None else (table.stride(0) if table.shape[0] > 1 else 0, *table.stride()[1:])
-        arguments[name] = idle if table is None else table
-        arguments |= {f"{name}_{part}": stride for part, stride in zip(PARTS[:2], strides[:2], strict=True)}
-        arguments[f"{name}_step"] = strides[2]
-    return arguments
+def _sizes(x: Tensor, cos: Tensor) -> dict[str, int]:
+    """Kernel arguments of the sizes of x [B,N,H,D] and its tables."""
+    tokens, heads, dim = x.shape[1:]
+    group = min(HEADS_AT_ONCE, triton.next_power_of_2(heads))
+    extents = {"D": dim, "WIDTH": padded(dim // 2), "HEADS": group, "GROUPS": triton.cdiv(heads, group)}
+    return extents | {"heads": heads, "tokens": tokens, "own_tables": int(cos.shape[0] > 1)}
 
 
 def _strides(name: str, x: Tensor) -> dict[str, int]:
     """Kernel arguments of the strides of x [B,N,H,D]: scalars, since those of a tuple would be specialised."""
-    return {f"{name}_{part}": stride for part, stride in zip(PARTS, octet_strides(x), strict=True)}
-
-
-def _blocks(x: Tensor) -> dict[str, int]:
-    """Head dim, and the extents of a tile that holds all heads of a token of x [B,N,H,D]."""
-    heads, dim = x.shape[2:]
-    return {"D": dim, "BLOCK_H": triton.next_power_of_2(heads), "BLOCK_D": padded(dim)}
+    return {f"{name}_{part}": stride for part, stride in zip(("batch", "token", "head"), octet_strides(x), strict=True)}
 
 
 Prepared = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -81,36 +68,34 @@ def cam_prepare(
     relu: bool,
 ) -> Prepared:
     """Checked inputs → the fields of `CamTokens`; cos and sin as `pair_tables` gives them."""
-    given = q_inverse is not None and k_inverse is not None
     results = _empty_tokens(q)
+    tables, given = camera_tables(cos, sin, q), q_inverse is not None and k_inverse is not None
     q, k, v = aligned(q), aligned(k), aligned(v)
-    batch, tokens, heads, _ = q.shape
     with on_device_of(q):
-        prepare_kernel[(batch * tokens,)](
+        prepare_kernel[(q.shape[0] * q.shape[1],)](
             q,
             k,
             v,
-            projection,
-            projection_inverse,
-            q_weight=q if q_weight is None else _based(q_weight),
-            k_weight=k if k_weight is None else _based(k_weight),
-            q_inverse=q_inverse if given else projection,
-            k_inverse=k_inverse if given else projection,
+            based(projection),
+            based(projection_inverse),
+            *tables,
+            q_weight=projection if q_weight is None else based(q_weight),
+            k_weight=projection if k_weight is None else based(k_weight),
+            q_rms=based(q_inverse) if given else projection,
+            k_rms=based(k_inverse) if given else projection,
             **dict(zip(OUTPUTS, results, strict=True)),
-            heads=heads,
-            tokens=tokens,
             **_strides("q", q),
             **_strides("k", k),
             **_strides("v", v),
             eps=norm_eps,
             k_scale=k_scale,
-            NORM="given" if given else norm,
+            **_sizes(q, tables[0]),
+            NORM=NORMS[cast(Norm, norm)],
+            GIVEN=given,
             Q_WEIGHTED=q_weight is not None,
             K_WEIGHTED=k_weight is not None,
             RELU=relu,
-            num_warps=4,
-            **_rotation(cos, sin, projection),
-            **_blocks(q),
+            num_warps=1,
         )
     return results
 
@@ -148,21 +133,17 @@ def _(beta: Tensor, inflation: Tensor) -> Tensor:
 @torch.library.custom_op("longtake::cam_output", mutates_args=())
 def cam_output(out: Tensor, projection: Tensor, cos: Tensor | None, sin: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Checked inputs → the output in the ray frames, computed in fp32 and rounded once; tables as in `cam_prepare`."""
-    result = torch.empty(out.shape, dtype=dtype, device=out.device)
+    result, tables = torch.empty(out.shape, dtype=dtype, device=out.device), camera_tables(cos, sin, out)
     out = aligned(out)
-    batch, tokens, heads, _ = out.shape
     with on_device_of(out):
-        output_kernel[(batch * tokens,)](
+        output_kernel[(out.shape[0] * out.shape[1],)](
             out,
-            projection,
+            based(projection),
+            *tables,
             out=result,
-            heads=heads,
-            tokens=tokens,
             **_strides("x", out),
-            DTYPE=DTYPES[dtype],
-            num_warps=4,
-            **_rotation(cos, sin, projection),
-            **_blocks(out),
+            **_sizes(out, tables[0]),
+            num_warps=1,
         )
     return result
 

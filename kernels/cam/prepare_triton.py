@@ -3,117 +3,25 @@
 import triton
 import triton.language as tl
 
-from longtake.kernels.cam.prepare_reference import NORM_FLOOR
-from longtake.kernels.triton_tiles import round_to
-
-FLOOR = tl.constexpr(NORM_FLOOR)
-
-
-@triton.jit
-def _row(matrix: tl.tensor, ROW: tl.constexpr, TRANSPOSED: tl.constexpr) -> tl.tuple:
-    """Row ROW of a 4×4 matrix, or its column."""
-    first = matrix + (ROW if TRANSPOSED else 4 * ROW)
-    step: tl.constexpr = 4 if TRANSPOSED else 1
-    return tl.load(first), tl.load(first + step), tl.load(first + 2 * step), tl.load(first + 3 * step)
-
-
-@triton.jit
-def _turns(table: tl.tensor, step: tl.tensor, quad: tl.tensor, D: tl.constexpr) -> tl.tuple:
-    """Table entries [1,QUADS] of the first and the second pair of every quad of the second half."""
-    pair = 2 * quad - D // 4
-    inside = (quad >= D // 8) & (quad < D // 4)
-    first = tl.load(table + pair * step, inside, 0.0)
-    second = tl.load(table + (pair + 1) * step, inside, 0.0)
-    return first[None, :], second[None, :]
-
-
-@triton.jit
-def _transform(
-    x: tl.tensor,
-    matrix: tl.tensor,
-    cos: tl.tensor,
-    sin: tl.tensor,
-    steps: tl.tuple,
-    SIGN: tl.constexpr,
-    D: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    ROTATED: tl.constexpr,
-) -> tl.tensor:
-    """Heads x [H,W] of one token: groups of four of the first half ← matrix·group, pairs of the second half rotated.
-
-    Either half is a run of D/8 quads, and a quad of the second half is two pairs; `steps` lead from pair to pair in
-    the tables.
-    """
-    quads: tl.constexpr = x.shape[1] // 4
-    evens, odds = tl.split(tl.reshape(x, (x.shape[0], quads, 2, 2)))
-    x0, x2 = tl.split(evens)
-    x1, x3 = tl.split(odds)
-    quad = tl.arange(0, quads)
-    r0, r1, r2, r3 = x0, x1, x2, x3
-    if ROTATED:
-        cos0, cos1 = _turns(cos, steps[0], quad, D)
-        sin0, sin1 = _turns(sin, steps[1], quad, D)
-        sin0, sin1 = sin0 * SIGN, sin1 * SIGN
-        r0, r1 = x0 * cos0 - x1 * sin0, x0 * sin0 + x1 * cos0
-        r2, r3 = x2 * cos1 - x3 * sin1, x2 * sin1 + x3 * cos1
-    grouped = (quad < D // 8)[None, :]
-    a, b, c, d = _row(matrix, 0, TRANSPOSED)
-    y0 = tl.where(grouped, a * x0 + b * x1 + c * x2 + d * x3, r0)
-    a, b, c, d = _row(matrix, 1, TRANSPOSED)
-    y1 = tl.where(grouped, a * x0 + b * x1 + c * x2 + d * x3, r1)
-    a, b, c, d = _row(matrix, 2, TRANSPOSED)
-    y2 = tl.where(grouped, a * x0 + b * x1 + c * x2 + d * x3, r2)
-    a, b, c, d = _row(matrix, 3, TRANSPOSED)
-    y3 = tl.where(grouped, a * x0 + b * x1 + c * x2 + d * x3, r3)
-    return tl.reshape(tl.join(tl.join(y0, y2), tl.join(y1, y3)), x.shape)
-
-
-@triton.jit
-def _normed(
-    x: tl.tensor,
-    inverse: tl.tensor,
-    weight: tl.tensor,
-    width: tl.tensor,
-    eps: tl.tensor,
-    place: tl.tensor,
-    inside: tl.tensor,
-    D: tl.constexpr,
-    NORM: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    RELU: tl.constexpr,
-) -> tl.tensor:
-    """Heads x [H,W] of one token over their RMS, times the weight, and ReLU, which lets NaN through."""
-    if NORM == "given":
-        x *= tl.load(inverse)
-    elif NORM != "none":
-        energy = tl.sum(x * x, axis=1)
-        mean = tl.div_rn(energy, D * 1.0) if NORM == "head" else tl.div_rn(tl.sum(energy, axis=0), width)
-        scale = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
-        x *= scale[:, None] if NORM == "head" else scale
-    if WEIGHTED:
-        x *= tl.load(weight + place, inside, 0.0).to(tl.float32)
-    return tl.where(x < 0, 0.0, x) if RELU else x
-
-
-@triton.jit
-def _load_heads(x: tl.tensor, at: tl.tensor, stride: tl.tensor, inside: tl.tensor, col: tl.tensor) -> tl.tensor:
-    """Heads [H,W] of one token in fp32; `at` and `stride` from head to head are in units of 8 elements."""
-    head = tl.arange(0, inside.shape[0])
-    return tl.load(x + (at + head * stride)[:, None] * 8 + col[None, :], inside, 0.0).to(tl.float32)
-
-
-@triton.jit
-def _floored(energy: tl.tensor) -> tl.tensor:
-    """At least FLOOR; NaN stays."""
-    return tl.where(energy < FLOOR, FLOOR, energy)
+from longtake.kernels.scan.heads import (
+    activate_heads,
+    growth_of,
+    inverse_rms,
+    load_heads,
+    place_heads,
+    position_of,
+    store_heads,
+    turn_of,
+)
+from longtake.kernels.scan.tokens import CAMERA, load_matrix, map_quads
+from longtake.kernels.triton_tiles import rotate_pairs
 
 
 @triton.jit(
     do_not_specialize=[
         "heads", "tokens", "q_batch", "q_token", "q_head", "k_batch", "k_token", "k_head", "v_batch", "v_token",
-        "v_head", "cos_batch", "cos_token", "cos_step", "sin_batch", "sin_token", "sin_step", "eps", "k_scale",
-    ],
-    do_not_specialize_on_alignment=["projection", "inverse", "cos", "sin", "q_inverse", "k_inverse"],
+        "v_head", "own_tables", "eps", "k_scale",
+    ]
 )  # fmt: skip
 def prepare_kernel(
     q: tl.tensor,
@@ -125,8 +33,8 @@ def prepare_kernel(
     sin: tl.tensor,
     q_weight: tl.tensor,
     k_weight: tl.tensor,
-    q_inverse: tl.tensor,
-    k_inverse: tl.tensor,
+    q_rms: tl.tensor,
+    k_rms: tl.tensor,
     q_out: tl.tensor,
     k_out: tl.tensor,
     v_out: tl.tensor,
@@ -144,54 +52,55 @@ def prepare_kernel(
     v_batch: int,
     v_token: int,
     v_head: int,
-    cos_batch: int,
-    cos_token: int,
-    cos_step: int,
-    sin_batch: int,
-    sin_token: int,
-    sin_step: int,
+    own_tables: int,
     eps: float,
     k_scale: float,
     D: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
     NORM: tl.constexpr,
+    GIVEN: tl.constexpr,
     Q_WEIGHTED: tl.constexpr,
     K_WEIGHTED: tl.constexpr,
     RELU: tl.constexpr,
-    ROTATED: tl.constexpr,
 ) -> None:
-    """All heads of q, k and v of one token."""
+    """q, k and v of one token, whose heads are taken in GROUPS groups of HEADS."""
+    HALF: tl.constexpr = D // 2
     token = tl.program_id(0).to(tl.int64)
     batch, row = token // tokens, token % tokens
-    head = tl.arange(0, BLOCK_H)
-    col = tl.arange(0, BLOCK_D)
-    inside = (head < heads)[:, None] & (col < D)[None, :]
-    place = head[:, None] * D + col[None, :]
-    width = heads * D * 1.0
-    projection += token * 16
-    inverse += token * 16
-    cos += batch * cos_batch + row * cos_token
-    sin += batch * sin_batch + row * sin_token
-    steps = (cos_step, sin_step)
-    out = token * heads * D + place
-
-    x = _load_heads(q, batch * q_batch + row * q_token, q_head, inside, col)
-    x = _normed(x, q_inverse + token, q_weight, width, eps, place, inside, D, NORM, Q_WEIGHTED, RELU)
-    tl.store(q_out + out, _transform(x, projection, cos, sin, steps, 1.0, D, True, ROTATED), inside)
-
-    x = _load_heads(k, batch * k_batch + row * k_token, k_head, inside, col)
-    x = _normed(x, k_inverse + token, k_weight, width, eps, place, inside, D, NORM, K_WEIGHTED, RELU) * k_scale
-    y = _transform(x, inverse, cos, sin, steps, 1.0, D, False, ROTATED)
-    tl.store(k_out + out, y, inside)
-    before, after = tl.sum(x * x, axis=1), tl.sum(y * y, axis=1)
-    at = token * heads + head
-    tl.store(norm_before + at, before, head < heads)
-    tl.store(norm_after + at, after, head < heads)
-    tl.store(inflation + at, tl.div_rn(_floored(after), _floored(before)), head < heads)
-
-    x = _load_heads(v, batch * v_batch + row * v_token, v_head, inside, col)
-    tl.store(v_out + out, _transform(x, inverse, cos, sin, steps, 1.0, D, False, ROTATED), inside)
+    turns = (row + batch * own_tables * tokens) * (HALF // 2)
+    q += (batch * q_batch + row * q_token) * 8
+    k += (batch * k_batch + row * k_token) * 8
+    v += (batch * v_batch + row * v_token) * 8
+    out = token * heads * D
+    to_q = position_of(projection + token * 16, cos + turns, sin + turns, True, CAMERA, HALF, WIDTH)
+    to_k = position_of(inverse + token * 16, cos + turns, sin + turns, False, CAMERA, HALF, WIDTH)
+    q_inverse = inverse_rms(q, q_rms + token, q_head, heads, eps, NORM, GIVEN, D, WIDTH, HEADS, GROUPS)
+    k_inverse = inverse_rms(k, k_rms + token, k_head, heads, eps, NORM, GIVEN, D, WIDTH, HEADS, GROUPS)
+    for group in range(GROUPS):
+        head = group * HEADS + tl.arange(0, HEADS)
+        x0 = load_heads(q, head, q_head, heads, 0, HALF, WIDTH)
+        x1 = load_heads(q, head, q_head, heads, HALF, HALF, WIDTH)
+        x0, x1 = activate_heads(x0, x1, q_weight, q_inverse, head, heads, eps, 1.0, NORM, Q_WEIGHTED, RELU, D, WIDTH)
+        x0, x1 = place_heads(x0, x1, to_q, CAMERA)
+        store_heads(q_out + out, x0, x1, head, heads, D, HALF, "ieee")
+        x0 = load_heads(k, head, k_head, heads, 0, HALF, WIDTH)
+        x1 = load_heads(k, head, k_head, heads, HALF, HALF, WIDTH)
+        x0, x1 = activate_heads(
+            x0, x1, k_weight, k_inverse, head, heads, eps, k_scale, NORM, K_WEIGHTED, RELU, D, WIDTH
+        )
+        y0, y1 = place_heads(x0, x1, to_k, CAMERA)
+        store_heads(k_out + out, y0, y1, head, heads, D, HALF, "ieee")
+        before, after, ratio = growth_of(x0, x1, y0, y1)
+        at = token * heads + head
+        tl.store(norm_before + at, before, head < heads)
+        tl.store(norm_after + at, after, head < heads)
+        tl.store(inflation + at, ratio, head < heads)
+        x0 = load_heads(v, head, v_head, heads, 0, HALF, WIDTH)
+        x1 = load_heads(v, head, v_head, heads, HALF, HALF, WIDTH)
+        x0, x1 = place_heads(x0, x1, to_k, CAMERA)
+        store_heads(v_out + out, x0, x1, head, heads, D, HALF, "ieee")
 
 
 @triton.jit(do_not_specialize=["heads", "frames", "tokens"], do_not_specialize_on_alignment=["beta", "inflation"])
@@ -231,13 +140,7 @@ def discount_kernel(
             start += BLOCK
 
 
-@triton.jit(
-    do_not_specialize=[
-        "heads", "tokens", "x_batch", "x_token", "x_head",
-        "cos_batch", "cos_token", "cos_step", "sin_batch", "sin_token", "sin_step",
-    ],
-    do_not_specialize_on_alignment=["projection", "cos", "sin"],
-)  # fmt: skip
+@triton.jit(do_not_specialize=["heads", "tokens", "x_batch", "x_token", "x_head", "own_tables"])
 def output_kernel(
     x: tl.tensor,
     projection: tl.tensor,
@@ -249,27 +152,22 @@ def output_kernel(
     x_batch: int,
     x_token: int,
     x_head: int,
-    cos_batch: int,
-    cos_token: int,
-    cos_step: int,
-    sin_batch: int,
-    sin_token: int,
-    sin_step: int,
+    own_tables: int,
     D: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ROTATED: tl.constexpr,
-    DTYPE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
 ) -> None:
-    """All heads of one token."""
+    """One token, whose heads are taken in GROUPS groups of HEADS."""
+    HALF: tl.constexpr = D // 2
     token = tl.program_id(0).to(tl.int64)
     batch, row = token // tokens, token % tokens
-    head = tl.arange(0, BLOCK_H)
-    col = tl.arange(0, BLOCK_D)
-    inside = (head < heads)[:, None] & (col < D)[None, :]
-    cos += batch * cos_batch + row * cos_token
-    sin += batch * sin_batch + row * sin_token
-    steps = (cos_step, sin_step)
-    y = _load_heads(x, batch * x_batch + row * x_token, x_head, inside, col)
-    y = _transform(y, projection + token * 16, cos, sin, steps, -1.0, D, False, ROTATED)
-    tl.store(out + token * heads * D + head[:, None] * D + col[None, :], round_to(y, DTYPE), inside)
+    turns = (row + batch * own_tables * tokens) * (HALF // 2)
+    x += (batch * x_batch + row * x_token) * 8
+    matrix = load_matrix(projection + token * 16, False)
+    c, s = turn_of(cos + turns, sin + turns, 0, HALF // 2, WIDTH // 2)
+    for group in range(GROUPS):
+        head = group * HEADS + tl.arange(0, HEADS)
+        y0 = map_quads(load_heads(x, head, x_head, heads, 0, HALF, WIDTH), matrix)
+        y1 = rotate_pairs(load_heads(x, head, x_head, heads, HALF, HALF, WIDTH), c, -s)
+        store_heads(out + token * heads * D, y0, y1, head, heads, D, HALF, "ieee")

@@ -86,18 +86,18 @@ def _added(one: Results, other: Results, finish: Finish) -> Results:
 
 
 def _run(scan: Scan, states: States, finish: Finish) -> Results:
-    scan, finish = _ready(scan), _based(finish)
+    scan, finish = _ready(scan), based(finish)
     fresh = _empty_state(scan) if states.out is None and scan.direction != "reverse" else None
-    final = _based(states.out or fresh)
+    final = based(states.out or fresh)
     operands = prepare(scan)
     snapshots = remember(
         scan,
         absorb(scan, operands),
-        state=_based(states.initial),
+        state=based(states.initial),
         final=final,
-        slots=_based(states.slots),
+        slots=based(states.slots),
         into_slots=states.out is not None and states.slots is not None,
-        starts=_based(states.starts),
+        starts=based(states.starts),
     )
     for given, written in zip(states.out or (), final or (), strict=False):
         if given is not None and given is not written:
@@ -109,7 +109,7 @@ def _run(scan: Scan, states: States, finish: Finish) -> Results:
 def _ready(scan: Scan) -> Scan:
     """The scan with every tensor as the kernels take it."""
     q, k, v = (aligned(x) for x in (scan.q, scan.k, scan.v))
-    return Scan(q, k, v, *_based(scan[3:]))
+    return Scan(q, k, v, *based(scan[3:]))
 
 
 def _empty_state(scan: Scan) -> Memory:
@@ -118,7 +118,7 @@ def _empty_state(scan: Scan) -> Memory:
     return Memory(kv, kv.new_empty(kv.shape[:-1]) if scan.normaliser else None)
 
 
-def _based(value: Any) -> Any:  # noqa: ANN401
+def based(value: Any) -> Any:  # noqa: ANN401
     """The value with each dense tensor in its tuples copied unless it begins at a multiple of 16 bytes.
 
     Alignment decides how a kernel is compiled, and one compiled kernel must serve every slice.
@@ -127,6 +127,6 @@ def _based(value: Any) -> Any:  # noqa: ANN401
         fits = value.is_contiguous() and value.data_ptr() % ALIGNMENT == 0
         return value if fits else value.clone(memory_format=torch.contiguous_format)
     if isinstance(value, tuple):
-        parts = [_based(x) for x in value]
+        parts = [based(x) for x in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return value
