@@ -1,9 +1,12 @@
 """Second step of a scan: what each frame does to a memory, whatever the memory is.
 
-A frame's transition is P = Kᵀ·diag(β)·K and its update A = Kᵀ·diag(β)·V, each [D,D]; with a normaliser also P_z [D,D]
+A frame's transition is P = Kᵀ·diag(β)·K and its update A = Vᵀ·diag(β)·K, each [D,D]; with a normaliser also P_z [D,D]
 and A_z [D] of the keys without position, whose values are all one. Each is a product over the frame's tokens in a fixed
-order. Transitions are kept in the operand dtype, as they are only multiplied; I − P is never formed. With a discount, P
-and A are divided by max(1, mean growth of the frame's keys), as if every β of the frame had been.
+order, and a program of its own. Transitions are kept in the operand dtype, as they are only multiplied; I − P is never
+formed. With a discount, P and A are divided by max(1, mean growth of the frame's keys), as if every β of the frame had
+been.
+
+No product has a right operand out of registers: in 16 bits that would cost a fence, which waits for every load.
 """
 
 from typing import NamedTuple
@@ -15,10 +18,10 @@ from torch import Tensor
 
 from longtake.kernels.scan.inputs import Scan
 from longtake.kernels.scan.prepare import Operands
-from longtake.kernels.triton_tiles import INTERPRETED, TRITON_TYPES, padded, to_operand
+from longtake.kernels.triton_tiles import INTERPRETED, TRITON_TYPES, octet_strides, padded, to_operand
 
-ROOT_WIDTH = tl.constexpr(16)
-"""Columns of the tile that holds √β, the smallest that a product takes."""
+SUMMED_ROWS = tl.constexpr(16)
+"""Of keys that are summed one by one: a thread's own rows are added before they take registers."""
 GROWTH_BLOCK = tl.constexpr(1024)
 
 
@@ -31,15 +34,19 @@ def _load_rows(x: tl.tensor, row: tl.tensor, tokens: tl.tensor, D: tl.constexpr,
 
 
 @triton.jit
-def _root_tile(
-    beta: tl.tensor, row: tl.tensor, tokens: tl.tensor, step: tl.tensor, OPERAND: tl.constexpr, PRECISION: tl.constexpr
+def _load_values(
+    v: tl.tensor, row: tl.tensor, tokens: tl.tensor, stride: tl.tensor, D: tl.constexpr, SIDE: tl.constexpr
 ) -> tl.tensor:
-    """√β of some tokens in two columns that add up to it, [R,ROOT_WIDTH]: what rounding leaves is in the second."""
-    root = tl.sqrt_rn(tl.load(beta + row * step, row < tokens, 0.0).to(tl.float32))[:, None]
-    high = to_operand(root, OPERAND, PRECISION)
-    low = to_operand(root - high.to(tl.float32), OPERAND, PRECISION)
-    col = tl.arange(0, ROOT_WIDTH)[None, :]
-    return tl.where(col == 0, high, tl.where(col == 1, low, tl.zeros_like(high)))
+    """Values of some tokens of a frame, [R,SIDE] fp32; stride in units of 8 elements."""
+    col = tl.arange(0, SIDE)
+    place = (row * stride).to(tl.int64)[:, None] * 8 + col[None, :]
+    return tl.load(v + place, (row < tokens)[:, None] & (col < D)[None, :], 0.0).to(tl.float32)
+
+
+@triton.jit
+def _load_root(beta: tl.tensor, row: tl.tensor, tokens: tl.tensor, step: tl.tensor) -> tl.tensor:
+    """√β of some tokens of a frame, [R,1] fp32."""
+    return tl.sqrt_rn(tl.load(beta + row * step, row < tokens, 0.0).to(tl.float32))[:, None]
 
 
 @triton.jit
@@ -62,7 +69,7 @@ def _store_square(out: tl.tensor, block: tl.tensor, D: tl.constexpr) -> None:
     tl.store(out + row[:, None] * D + row[None, :], block, inside)
 
 
-@triton.jit(do_not_specialize=["tokens", "beta_frame", "beta_token"])
+@triton.jit(do_not_specialize=["heads", "frames", "tokens", "v_batch", "v_token", "v_head", "beta_frame", "beta_token"])
 def _absorb_kernel(
     k: tl.tensor,
     plain: tl.tensor,
@@ -71,49 +78,64 @@ def _absorb_kernel(
     growth: tl.tensor,
     transitions: tl.tensor,
     updates: tl.tensor,
+    heads: int,
+    frames: int,
     tokens: int,
+    v_batch: int,
+    v_token: int,
+    v_head: int,
     beta_frame: int,
     beta_token: int,
     D: tl.constexpr,
     SIDE: tl.constexpr,
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
+    UPDATE_ROWS: tl.constexpr,
+    UPDATE_TILES: tl.constexpr,
     STAGES: tl.constexpr,
     NORMALISER: tl.constexpr,
     DISCOUNT: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """One frame of one head: program (frame of a head, P with A or P_z with A_z)."""
+    """One frame of one head: program (frame of a head; P, A or P_z with A_z)."""
     frame = tl.program_id(0).to(tl.int64)
+    kind = tl.program_id(1)
     first = frame * tokens * D
     transitions += frame * (2 if NORMALISER else 1) * D * D
     updates += frame * (D + 1 if NORMALISER else D) * D
+    beta += frame * beta_frame
     total = tl.zeros((SIDE, SIDE), tl.float32)
-    if tl.program_id(1) == 0:
-        update = tl.zeros((SIDE, SIDE), tl.float32)
+    if kind == 0:
         for tile in tl.range(0, TILES, num_stages=STAGES):
             row = tile * ROWS + tl.arange(0, ROWS)
             key = _load_rows(k + first, row, tokens, D, SIDE)
-            value = _load_rows(v + first, row, tokens, D, SIDE)
             total = tl.dot(tl.trans(key), key, total, input_precision=PRECISION)
-            update = tl.dot(tl.trans(key), value, update, input_precision=PRECISION)
         if DISCOUNT:
-            weight = _discount(growth + frame * tokens, tokens)
-            total, update = weight * total, weight * update
+            total *= _discount(growth + frame * tokens, tokens)
         _store_square(transitions, to_operand(total, OPERAND, PRECISION), D)
-        _store_square(updates, update, D)
+    elif kind == 1:
+        memory = frame // frames
+        v += (memory // heads * v_batch + memory % heads * v_head + frame % frames * tokens * v_token) * 8
+        for tile in tl.range(0, UPDATE_TILES, num_stages=STAGES):
+            row = tile * UPDATE_ROWS + tl.arange(0, UPDATE_ROWS)
+            key = _load_rows(k + first, row, tokens, D, SIDE)
+            value = _load_values(v, row, tokens, v_token, D, SIDE) * _load_root(beta, row, tokens, beta_token)
+            total = tl.dot(tl.trans(to_operand(value, OPERAND, PRECISION)), key, total, input_precision=PRECISION)
+        if DISCOUNT:
+            total *= _discount(growth + frame * tokens, tokens)
+        _store_square(updates, total, D)
     else:
-        ones = tl.zeros((SIDE, ROOT_WIDTH), tl.float32)
+        sums = tl.zeros((SUMMED_ROWS, SIDE), tl.float32)
         for tile in tl.range(0, TILES, num_stages=STAGES):
             row = tile * ROWS + tl.arange(0, ROWS)
             key = _load_rows(plain + first, row, tokens, D, SIDE)
-            root = _root_tile(beta + frame * beta_frame, row, tokens, beta_token, OPERAND, PRECISION)
             total = tl.dot(tl.trans(key), key, total, input_precision=PRECISION)
-            ones = tl.dot(tl.trans(key), root, ones, input_precision=PRECISION)
+            rooted = key.to(tl.float32) * _load_root(beta, row, tokens, beta_token)
+            sums += tl.sum(tl.reshape(rooted, (ROWS // SUMMED_ROWS, SUMMED_ROWS, SIDE)), axis=0)
         _store_square(transitions + D * D, to_operand(total, OPERAND, PRECISION), D)
         entry = tl.arange(0, SIDE)
-        tl.store(updates + D * D + entry, tl.sum(ones, axis=1), entry < D)
+        tl.store(updates + D * D + entry, tl.sum(sums, axis=0), entry < D)
 
 
 class Records(NamedTuple):
@@ -129,10 +151,10 @@ class Records(NamedTuple):
 def absorb(scan: Scan, operands: Operands) -> Records:
     """Records of all frames."""
     config, tokens, dim = scan.configuration, scan.tokens, scan.dim
-    count, kinds = scan.memories * scan.frames, 1 + scan.normaliser
-    transitions = scan.q.new_empty((count, kinds, dim, dim), dtype=config.operand)
+    count, heads = scan.memories * scan.frames, scan.decay.shape[1]
+    transitions = scan.q.new_empty((count, 1 + scan.normaliser, dim, dim), dtype=config.operand)
     updates = scan.q.new_empty((count, dim + scan.normaliser, dim), dtype=torch.float32)
-    _absorb_kernel[(count, kinds)](
+    _absorb_kernel[(count, 2 + scan.normaliser)](
         operands.k,
         operands.plain,
         operands.v,
@@ -140,17 +162,23 @@ def absorb(scan: Scan, operands: Operands) -> Records:
         scan.beta if operands.growth is None else operands.growth,
         transitions,
         updates,
+        heads,
+        scan.frames,
         tokens,
+        *octet_strides(operands.v),
         *((1, 0) if scan.beta.ndim == 3 else (tokens, 1)),
         D=dim,
         SIDE=padded(dim),
         ROWS=config.absorb_rows,
         TILES=triton.cdiv(tokens, config.absorb_rows),
+        UPDATE_ROWS=config.update_rows,
+        UPDATE_TILES=triton.cdiv(tokens, config.update_rows),
         STAGES=config.absorb_stages,
         NORMALISER=scan.normaliser,
         DISCOUNT=scan.discount,
         OPERAND=TRITON_TYPES[config.operand],
         PRECISION=config.dot,
         num_warps=config.absorb_warps,
+        maxnreg=config.absorb_registers,
     )
     return Records(transitions, updates)

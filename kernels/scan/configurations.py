@@ -1,7 +1,7 @@
 """The committed tile sizes of the scan for each architecture and precision; nothing is tuned at run time.
 
-Sums over the tokens of a frame run over tiles of `absorb_rows` in order. No entry depends on B or F, so that a batch
-gives the bits of its single runs.
+Sums over the tokens of a frame run over tiles in order, of `update_rows` for A and of `absorb_rows` for the others. No
+entry depends on B or F, so that a batch gives the bits of its single runs.
 """
 
 from typing import Literal, NamedTuple
@@ -14,11 +14,13 @@ snapshots; `bf16-snapshot` also keeps the memories that tokens read in bf16, but
 The reference computes in fp32 whatever is asked."""
 
 
-class Tiles(NamedTuple):
-    """Rows of tokens in a tile, and how many tiles one program reads."""
+class Reading(NamedTuple):
+    """Rows of tokens in a tile, how many tiles one program reads, its warps, and the tiles under way at once."""
 
     rows: int
     tiles: int
+    warps: int
+    stages: int
 
 
 class Configuration(NamedTuple):
@@ -30,13 +32,15 @@ class Configuration(NamedTuple):
     prepare_heads: int
     prepare_warps: int
     absorb_rows: int
+    update_rows: int
+    absorb_registers: int | None
     absorb_warps: int
     absorb_stages: int
     value_columns: int
     remember_warps: int
-    read: Tiles
-    read_without_normaliser: Tiles
-    read_warps: int
+    remember_stages: int
+    read: Reading
+    read_without_normaliser: Reading
 
 
 HOPPER_BF16 = Configuration(
@@ -46,24 +50,37 @@ HOPPER_BF16 = Configuration(
     prepare_heads=4,
     prepare_warps=1,
     absorb_rows=64,
+    update_rows=32,
+    absorb_registers=128,  # two programs on a multiprocessor
     absorb_warps=8,
     absorb_stages=4,
-    value_columns=16,
-    remember_warps=4,
-    read=Tiles(32, 7),
-    read_without_normaliser=Tiles(64, 4),
-    read_warps=4,
+    value_columns=32,
+    remember_warps=8,
+    remember_stages=3,
+    read=Reading(64, 4, warps=4, stages=1),
+    read_without_normaliser=Reading(64, 4, warps=8, stages=2),
 )
 HOPPER_TF32 = HOPPER_BF16._replace(
     operand=torch.float32,
     dot="tf32",
     absorb_rows=16,
+    update_rows=16,
+    absorb_registers=None,
     absorb_stages=1,
-    read_without_normaliser=Tiles(32, 7),
+    value_columns=16,
+    remember_stages=1,
+    read=Reading(16, 14, warps=4, stages=1),
+    read_without_normaliser=Reading(16, 14, warps=4, stages=1),
+)
+HOPPER_IEEE = HOPPER_TF32._replace(
+    dot="ieee",
+    remember_warps=16,
+    read=Reading(16, 14, warps=8, stages=1),
+    read_without_normaliser=Reading(16, 14, warps=8, stages=1),
 )
 CONFIGURATIONS: dict[tuple[int, int], dict[Precision, Configuration]] = {
     (9, 0): {
-        "ieee": HOPPER_TF32._replace(dot="ieee", remember_warps=16, read_warps=8),
+        "ieee": HOPPER_IEEE,
         "tf32": HOPPER_TF32,
         "bf16": HOPPER_BF16,
         "bf16-snapshot": HOPPER_BF16._replace(bf16_snapshots=True),

@@ -1,7 +1,7 @@
-"""First step of a scan: every token's k and v as operands of the products that follow, all heads of a token at once.
+"""First step of a scan: every token's k as an operand of the products that follow, all heads of a token at once.
 
-k gets its norm, ReLU, scale and position, and √β goes to k and v alike, so that P = Kᵀ·diag(β)·K stays symmetric when
-its operands are rounded. Operands lie head by head, [B,H,N,D].
+k gets its norm, ReLU, scale, position and √β, so that P = Kᵀ·diag(β)·K stays symmetric when its operands are rounded.
+q and v are prepared where the camera maps them. Operands lie head by head, [B,H,N,D].
 """
 
 from typing import NamedTuple
@@ -115,16 +115,10 @@ def _prepare_kernel(
         else:
             tl.store(rms_out + token, inverse)
     position = position_of(inverse_matrix, cos, sin, False, POSITIONS, HALF, WIDTH)
-    head = tl.arange(0, HEADS)
-    next_v0 = load_heads(v, head, v_head, heads, 0, HALF, WIDTH)
-    next_v1 = load_heads(v, head, v_head, heads, HALF, HALF, WIDTH)
     inverse = inverse_rms(k, k_rms + token, k_head, heads, eps, NORM, GIVEN, D, WIDTH, HEADS, GROUPS)
     for group in range(GROUPS):
         head = group * HEADS + tl.arange(0, HEADS)
         root = tl.sqrt_rn(tl.load(beta + head * frames * beta_frame, head < heads, 0.0).to(tl.float32))[:, None]
-        v0, v1 = next_v0, next_v1
-        next_v0 = load_heads(v, head + HEADS, v_head, heads, 0, HALF, WIDTH)
-        next_v1 = load_heads(v, head + HEADS, v_head, heads, HALF, HALF, WIDTH)
         x0 = load_heads(k, head, k_head, heads, 0, HALF, WIDTH)
         x1 = load_heads(k, head, k_head, heads, HALF, HALF, WIDTH)
         lift = scale if DISCOUNT else scale * root  # growth is of the keys without β
@@ -138,21 +132,23 @@ def _prepare_kernel(
         if NORMALISER and POSITIONS != 0:
             store_heads(plain_out + out, x0, x1, head, heads, size, HALF, PRECISION)
         if POSITIONS == CAMERA:
-            v0, v1 = place_heads(v0, v1, position, POSITIONS)
-        store_heads(v_out + out, v0 * root, v1 * root, head, heads, size, HALF, PRECISION)
+            x0 = load_heads(v, head, v_head, heads, 0, HALF, WIDTH)
+            x1 = load_heads(v, head, v_head, heads, HALF, HALF, WIDTH)
+            x0, x1 = place_heads(x0, x1, position, POSITIONS)
+            store_heads(v_out + out, x0, x1, head, heads, size, HALF, PRECISION)
 
 
 class Operands(NamedTuple):
-    """k with its position, k without (the same where there is none), and v, each times √β, [B,H,N,D].
+    """k with its position and k without (the same where there is none), each times √β, [B,H,N,D].
 
-    `q` [B,H,N,D] is prepared for the camera alone, else None; `q_rms` [B,N] is the inverse RMS of q with the full norm;
-    `growth` [B,H,N] is ‖k after‖²/‖k before‖² of its position where it is wanted.
+    `v` and `q` [B,N,H,D] are with their positions for the camera, else as they were given. `q_rms` [B,N] is the inverse
+    RMS of q with the full norm; `growth` [B,H,N] is ‖k after‖²/‖k before‖² of its position where it is wanted.
     """
 
     k: Tensor
     plain: Tensor
     v: Tensor
-    q: Tensor | None
+    q: Tensor
     q_rms: Tensor | None
     growth: Tensor | None
 
@@ -166,9 +162,9 @@ def prepare(scan: Scan) -> Operands:
     def empty() -> Tensor:
         return scan.q.new_empty((batch, heads, count, dim), dtype=config.operand)
 
-    k, v = empty(), empty()
+    k = empty()
     plain = empty() if scan.normaliser and positions else k
-    q = empty() if camera else None
+    q, v = (empty(), empty()) if camera else (k, k)
     growth = scan.q.new_empty((batch, heads, count), dtype=torch.float32) if scan.discount else None
     given = activation.rms
     computed = activation.norm == "full" and given is None and not camera
@@ -187,7 +183,7 @@ def prepare(scan: Scan) -> Operands:
         stand_in if k_weight is None else k_weight,
         *matrices,
         *(tables or (stand_in, stand_in)),
-        k if q is None else q,
+        q,
         stand_in if q_rms is None else q_rms,
         k,
         plain,
@@ -218,4 +214,5 @@ def prepare(scan: Scan) -> Operands:
         PRECISION=config.dot,
         num_warps=config.prepare_warps,
     )
-    return Operands(k, plain, v, q, q_rms, growth)
+    placed = (v.transpose(1, 2), q.transpose(1, 2)) if camera else (scan.v, scan.q)
+    return Operands(k, plain, *placed, q_rms, growth)

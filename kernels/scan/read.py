@@ -9,15 +9,15 @@ from longtake.kernels.scan.inputs import NORMS, Scan
 from longtake.kernels.scan.prepare import Operands
 from longtake.kernels.scan.remember import Snapshots
 from longtake.kernels.scan.tokens import (
+    FULL_NORM,
+    HEAD_NORM,
     ROTARY,
-    activate,
-    load_half,
     load_matrices,
     load_turn,
-    load_weight,
     map_quads,
 )
 from longtake.kernels.triton_tiles import (
+    INTERPRETED,
     TRITON_TYPES,
     octet_strides,
     padded,
@@ -26,6 +26,8 @@ from longtake.kernels.triton_tiles import (
     times_sigmoid,
     to_operand,
 )
+
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -40,25 +42,51 @@ def _summed(
 
 
 @triton.jit
-def _memory_block(
-    snapshots: tl.tensor, reverse: tl.tensor, ROW: tl.constexpr, COL: tl.constexpr, D: tl.constexpr,
-    WIDTH: tl.constexpr, DIRECTIONS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+def _load_memory(
+    snapshots: tl.tensor, reverse: tl.tensor, value: tl.tensor, D: tl.constexpr, SIDE: tl.constexpr,
+    DIRECTIONS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """One of the four blocks of the memory that a frame reads, transposed: [values,keys]."""
-    HALF: tl.constexpr = D // 2
-    row, col = tl.arange(0, WIDTH), tl.arange(0, WIDTH)
-    place = (ROW * HALF + row)[None, :] * D + (COL * HALF + col)[:, None]
-    valid = (row < HALF)[None, :] & (col < HALF)[:, None]
-    return to_operand(_summed(snapshots, reverse, place, valid, DIRECTIONS), OPERAND, PRECISION)
+    """The memory that a frame reads as an operand, [keys,values], with the values in the given order."""
+    key = tl.arange(0, SIDE)
+    place, valid = value[:, None] * D + key[None, :], (value < D)[:, None] & (key < D)[None, :]
+    return tl.trans(to_operand(_summed(snapshots, reverse, place, valid, DIRECTIONS), OPERAND, PRECISION))
 
 
 @triton.jit
 def _load_tile(
-    x: tl.tensor, row: tl.tensor, inside: tl.tensor, stride: tl.tensor, D: tl.constexpr, WIDTH: tl.constexpr
-) -> tl.tuple:
-    """Both halves of a head of some tokens."""
-    HALF: tl.constexpr = D // 2
-    return load_half(x, row, inside, stride, 0, HALF, WIDTH), load_half(x, row, inside, stride, HALF, HALF, WIDTH)
+    x: tl.tensor, row: tl.tensor, inside: tl.tensor, stride: tl.tensor, D: tl.constexpr, SIDE: tl.constexpr
+) -> tl.tensor:
+    """A head of some tokens, [R,SIDE]; stride in units of 8 elements."""
+    col = tl.arange(0, SIDE)
+    return tl.load(x + (row * stride)[:, None] * 8 + col[None, :], inside[:, None] & (col < D)[None, :], 0.0)
+
+
+@triton.jit
+def _as_operand(x: tl.tensor, OPERAND: tl.constexpr, PRECISION: tl.constexpr) -> tl.tensor:
+    """The tile itself if it goes into a product as it is, else rounded."""
+    if INTERPRETED or x.dtype != OPERAND or PRECISION == "tf32":
+        x = to_operand(x.to(tl.float32), OPERAND, PRECISION)
+    return x
+
+
+@triton.jit
+def _norm_factor(
+    x: tl.tensor, rms: tl.tensor, row: tl.tensor, inside: tl.tensor, eps: tl.tensor, NORM: tl.constexpr,
+    D: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """What the norm multiplies some tokens by, [R]; it commutes with all that follows."""
+    factor = tl.full((x.shape[0],), 1.0, tl.float32)
+    if NORM == HEAD_NORM:
+        factor = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(x * x, axis=1) / D + eps))
+    elif NORM == FULL_NORM:
+        factor = tl.load(rms + row, inside, 0.0)
+    return factor
+
+
+@triton.jit
+def _halves(y: tl.tensor) -> tl.tuple:
+    """[R,2W] → its left and right half."""
+    return tl.split(tl.permute(tl.reshape(y, (y.shape[0], 2, y.shape[1] // 2)), (0, 2, 1)))
 
 
 @triton.jit
@@ -69,7 +97,8 @@ def _gated(y: tl.tensor, gate: tl.tensor, OPERAND: tl.constexpr) -> tl.tensor:
     if tl.float32 == OPERAND:
         y = times_sigmoid(y, gate)
     else:
-        y /= 1.0 + tl.exp(-gate)
+        root = tl.rsqrt(1.0 + tl.exp2(-LOG2_E * gate))
+        y *= root * root
     return y
 
 
@@ -108,10 +137,12 @@ def _read_kernel(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
+    STAGES: tl.constexpr,
     DIRECTIONS: tl.constexpr,
     NORM: tl.constexpr,
     WEIGHTED: tl.constexpr,
     RELU: tl.constexpr,
+    PREPARED: tl.constexpr,
     POSITIONS: tl.constexpr,
     NORMALISER: tl.constexpr,
     MERGED: tl.constexpr,
@@ -122,6 +153,7 @@ def _read_kernel(
 ) -> None:
     """Read the tokens of one part of one frame: program (batch, frame, part, head), heads fastest."""
     HALF: tl.constexpr = D // 2
+    SIDE: tl.constexpr = 2 * WIDTH
     head = tl.program_id(0) % heads
     rest = tl.program_id(0) // heads
     part = rest % parts
@@ -139,54 +171,58 @@ def _read_kernel(
     turns: tl.constexpr = HALF if POSITIONS == ROTARY else HALF // 2
     cos += batch * own_tables * all_tokens * turns
     sin += batch * own_tables * all_tokens * turns
-    w0 = load_weight(weight + head * D, 0, HALF, WIDTH) if WEIGHTED else 1.0
-    w1 = load_weight(weight + head * D, HALF, HALF, WIDTH) if WEIGHTED else 1.0
+    col = tl.arange(0, SIDE)
+    value = col
+    if RETURNED:  # halves of their own, each padded
+        value = tl.where(col % WIDTH < HALF, col // WIDTH * HALF + col % WIDTH, D)
+    memory = _load_memory(snapshots + index * D * D, reverse * D * D, value, D, SIDE, DIRECTIONS, OPERAND, PRECISION)
+    if WEIGHTED:
+        w = tl.load(weight + head * D + col, col < D, 0.0).to(tl.float32)[None, :]
+    if NORMALISER:
+        z = _summed(z_snapshots + index * D, reverse * D, col, col < D, DIRECTIONS)[None, :]
     first = part * ROWS * TILES
     last = tl.minimum(first + ROWS * TILES, tokens)
-    snapshots += index * D * D
-    m00 = _memory_block(snapshots, reverse * D * D, 0, 0, D, WIDTH, DIRECTIONS, OPERAND, PRECISION)
-    m01 = _memory_block(snapshots, reverse * D * D, 0, 1, D, WIDTH, DIRECTIONS, OPERAND, PRECISION)
-    m10 = _memory_block(snapshots, reverse * D * D, 1, 0, D, WIDTH, DIRECTIONS, OPERAND, PRECISION)
-    m11 = _memory_block(snapshots, reverse * D * D, 1, 1, D, WIDTH, DIRECTIONS, OPERAND, PRECISION)
-    col = tl.arange(0, WIDTH)
-    if NORMALISER:
-        z_snapshots += index * D
-        z0 = _summed(z_snapshots, reverse * D, col, col < HALF, DIRECTIONS)[None, :]
-        z1 = _summed(z_snapshots, reverse * D, HALF + col, col < HALF, DIRECTIONS)[None, :]
-    for tile in range(TILES):
+    for tile in tl.range(0, TILES, num_stages=STAGES):
         place = first + tile * ROWS + tl.arange(0, ROWS)
         inside = place < last
         row = first_token + place
-        q0, q1 = _load_tile(q, row, inside, q_token, D, WIDTH)
-        if GATED:  # early: the fence before a product waits for every load under way
-            g0, g1 = _load_tile(gate, row, inside, gate_token, D, WIDTH)
-        q0, q1 = activate(q0, q1, w0, w1, rms, row, inside, norm_eps, 1.0, NORM, WEIGHTED, RELU, D)
-        if NORMALISER:
-            total = tl.sum(q0 * z0, axis=1) + tl.sum(q1 * z1, axis=1)
-        if POSITIONS == ROTARY:
-            c, s = load_turn(cos, sin, row, inside, HALF, 0, HALF // 2, WIDTH // 2)
-            q0 = rotate_pairs(q0, c, s)
-            c, s = load_turn(cos, sin, row, inside, HALF, HALF // 2, HALF // 2, WIDTH // 2)
-            q1 = rotate_pairs(q1, c, s)
-        q0, q1 = tl.trans(to_operand(q0, OPERAND, PRECISION)), tl.trans(to_operand(q1, OPERAND, PRECISION))
-        y0 = tl.dot(m10, q1, tl.dot(m00, q0, input_precision=PRECISION), input_precision=PRECISION)
-        y1 = tl.dot(m11, q1, tl.dot(m01, q0, input_precision=PRECISION), input_precision=PRECISION)
-        y0, y1 = tl.trans(y0), tl.trans(y1)
-        at = ((batch * all_tokens + row) * heads + head)[:, None] * D + col[None, :]
-        valid = inside[:, None] & (col < HALF)[None, :]
+        x = _load_tile(q, row, inside, q_token, D, SIDE)
+        if PREPARED:
+            x = _as_operand(x, OPERAND, PRECISION)
+        else:
+            x = x.to(tl.float32)
+            factor = _norm_factor(x, rms, row, inside, norm_eps, NORM, D)
+            if WEIGHTED:
+                x *= w
+            if RELU:
+                x = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+            if NORMALISER:
+                total = factor * tl.sum(x * z, axis=1)
+            if POSITIONS == ROTARY:
+                c, s = load_turn(cos, sin, row, inside, HALF, 0, HALF, WIDTH)
+                x = rotate_pairs(x, c, s)
+            x = to_operand(x, OPERAND, PRECISION)
+        y = tl.dot(x, memory, input_precision=PRECISION)
         if MERGED:
-            share = tl.div_rn(1.0, total + eps)[:, None]
-            y0, y1 = y0 * share, y1 * share
+            factor = tl.div_rn(factor, total + eps)
         elif NORMALISER:
             tl.store(denominator + (batch * all_tokens + row) * heads + head, total, inside)
+        if not PREPARED:
+            y *= factor[:, None]
         if GATED:
-            y0, y1 = _gated(y0, g0, OPERAND), _gated(y1, g1, OPERAND)
+            y = _gated(y, _load_tile(gate, row, inside, gate_token, D, SIDE), OPERAND)
+        at = out + ((batch * all_tokens + row) * heads + head)[:, None] * D
         if RETURNED:
+            y0, y1 = _halves(y)
             y0 = map_quads(y0, load_matrices(matrix, row, inside))
             c, s = load_turn(cos, sin, row, inside, HALF // 2, 0, HALF // 2, WIDTH // 2)
             y1 = rotate_pairs(y1, c, -s)
-        tl.store(out + at, round_to(y0, out.dtype.element_ty), valid)
-        tl.store(out + at + HALF, round_to(y1, out.dtype.element_ty), valid)
+            half = tl.arange(0, WIDTH)[None, :]
+            valid = inside[:, None] & (half < HALF)
+            tl.store(at + half, round_to(y0, out.dtype.element_ty), valid)
+            tl.store(at + HALF + half, round_to(y1, out.dtype.element_ty), valid)
+        else:
+            tl.store(at + col[None, :], round_to(y, out.dtype.element_ty), inside[:, None] & (col < D)[None, :])
 
 
 def read(
@@ -204,15 +240,14 @@ def read(
     `gate`: the quotient is multiplied by its silu. `returned`: reads are mapped back into the token's own ray frame.
     """
     config, tokens, activation, positions = scan.configuration, scan.tokens, scan.activation, scan.positions
-    prepared = operands.q is not None
-    q = scan.q if operands.q is None else operands.q.transpose(1, 2)
+    q, prepared = operands.q, operands.q is not scan.q
     out = scan.q.new_empty(scan.q.shape, dtype=dtype)
     separate = scan.normaliser and eps is None
     denominator = scan.q.new_empty(scan.q.shape[:-1], dtype=torch.float32) if separate else None
     weight, stand_in = None if prepared else activation.weights[0], scan.decay
     cos, sin = positions.tables if positions else (stand_in, stand_in)
-    rows, tiles = config.read if scan.normaliser else config.read_without_normaliser
-    parts = triton.cdiv(tokens, rows * tiles)
+    how = config.read if scan.normaliser else config.read_without_normaliser
+    parts = triton.cdiv(tokens, how.rows * how.tiles)
     _read_kernel[(scan.memories * scan.frames * parts,)](
         q,
         stand_in if operands.q_rms is None else operands.q_rms,
@@ -236,12 +271,14 @@ def read(
         eps or 0.0,
         D=scan.dim,
         WIDTH=padded(scan.dim // 2),
-        ROWS=rows,
-        TILES=tiles,
+        ROWS=how.rows,
+        TILES=how.tiles,
         DIRECTIONS=scan.directions,
-        NORM=0 if prepared else NORMS[activation.norm],
+        STAGES=how.stages,
+        NORM=NORMS[activation.norm],
         WEIGHTED=weight is not None,
-        RELU=activation.relu and not prepared,
+        RELU=activation.relu,
+        PREPARED=prepared,
         POSITIONS=positions.kind if positions and not prepared else 0,
         NORMALISER=scan.normaliser,
         MERGED=eps is not None,
@@ -249,7 +286,6 @@ def read(
         RETURNED=returned,
         OPERAND=TRITON_TYPES[config.operand],
         PRECISION=config.dot,
-        num_warps=config.read_warps,
-        num_stages=1,
+        num_warps=how.warps,
     )
     return out, denominator

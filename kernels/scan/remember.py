@@ -1,7 +1,7 @@
 """Third step of a scan: the memory from frame to frame, M ← g·M − P·(g·M) + A, in fp32 registers.
 
-What frame f reads is kept as its snapshot. Memories are held transposed, [values,keys]: P is symmetric, so that M·P is
-what the rows of a record give without a transposition.
+What frame f reads is kept as its snapshot. Memories are held transposed, [values,keys], as updates and snapshots are; P
+is symmetric, so that P·M, transposed, is M·P. States are [keys,values].
 """
 
 from typing import NamedTuple
@@ -11,20 +11,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longtake.kernels.backend import triton_interpreted
 from longtake.kernels.scan.absorb import Records
 from longtake.kernels.scan.inputs import Scan
 from longtake.kernels.triton_tiles import INTERPRETED, TRITON_TYPES, padded, round_to, to_operand
 
 
 @triton.jit
-def _starts_chunk(starts: tl.tensor, chunks: tl.tensor, frame: tl.tensor) -> tl.tensor:
-    """Whether a chunk starts at the frame."""
-    found = frame < 0
-    c = 0
-    while c < chunks:
-        found = found | (tl.load(starts + c) == frame)
-        c += 1
-    return found
+def _latest_start(starts: tl.tensor, chunk: tl.tensor) -> tl.tensor:
+    """First frame of a chunk; of chunk −1, frame −1."""
+    return tl.load(starts + chunk, chunk >= 0, -1)
 
 
 @triton.jit
@@ -52,68 +48,66 @@ def _remember_values(
     transitions: tl.tensor, updates: tl.tensor, decay: tl.tensor, starts: tl.tensor, state: tl.tensor,
     snapshots: tl.tensor, final: tl.tensor, seeded: tl.tensor, reverse: tl.tensor, frames: tl.tensor,
     chunks: tl.tensor, block: tl.tensor, D: tl.constexpr, SIDE: tl.constexpr, COLUMNS: tl.constexpr,
-    NORMALISER: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, FRAMES: tl.constexpr, NORMALISER: tl.constexpr, OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Walk over the frames with COLUMNS value columns of one memory; the next frame's record is read ahead."""
+    """Walk over the frames with COLUMNS value columns of one memory."""
     P_STRIDE: tl.constexpr = 2 * D * D if NORMALISER else D * D
     A_STRIDE: tl.constexpr = D * D + D if NORMALISER else D * D
     key = tl.arange(0, SIDE)
     col = block * COLUMNS + tl.arange(0, COLUMNS)
-    slab = key[None, :] * D + col[:, None]
+    stored, slab = key[None, :] * D + col[:, None], col[:, None] * D + key[None, :]
     valid = (key < D)[None, :] & (col < D)[:, None]
-    memory = tl.load(state + slab, valid & seeded, 0.0)
+    memory = tl.load(state + stored, valid & seeded, 0.0)
     frame = tl.where(reverse, frames - 1, 0).to(tl.int64)
-    step = tl.where(reverse, -1, 1)
+    step, before = tl.where(reverse, -1, 1), tl.where(reverse, 1, 0)
+    chunk = chunks - 1
+    start = _latest_start(starts, chunk)
     if reverse:
         tl.store(snapshots + frame * D * D + slab, round_to(memory, snapshots.dtype.element_ty), valid)
-    steps = tl.where(reverse, frames - 1, frames)  # what frame 0 does, no frame reads in reverse
-    next_transition = _load_transition(transitions + frame * P_STRIDE, D, SIDE)
-    next_update = tl.load(updates + frame * A_STRIDE + slab, valid, 0.0)
-    while steps > 0:
-        transition, update = next_transition, next_update
-        ahead = tl.where(steps > 1, frame + step, frame)
-        next_transition = _load_transition(transitions + ahead * P_STRIDE, D, SIDE)
-        next_update = tl.load(updates + ahead * A_STRIDE + slab, valid, 0.0)
+    for _ in tl.range(0, FRAMES if INTERPRETED else frames, num_stages=STAGES):
+        transition = _load_transition(transitions + frame * P_STRIDE, D, SIDE)
+        update = tl.load(updates + frame * A_STRIDE + slab, valid, 0.0)
         memory = tl.load(decay + frame).to(tl.float32) * memory
         memory += update - _erased(memory, transition, OPERAND, PRECISION)
-        if reverse & _starts_chunk(starts, chunks, frame):
-            memory = tl.zeros_like(memory)
-        at = frame + tl.where(reverse, -1, 0)
-        tl.store(snapshots + at * D * D + slab, round_to(memory, snapshots.dtype.element_ty), valid)
+        fresh = reverse & (start == frame)
+        memory = tl.where(fresh, 0.0, memory)
+        chunk -= fresh.to(tl.int32)
+        start = _latest_start(starts, chunk)
+        read = frame - before  # what frame 0 does, no frame reads in reverse
+        at = snapshots + read * D * D + slab
+        tl.store(at, round_to(memory, snapshots.dtype.element_ty), valid & (read >= 0))
         frame += step
-        steps -= 1
-    tl.store(final + slab, memory, valid & (not reverse))
+    tl.store(final + stored, memory, valid & (not reverse))
 
 
 @triton.jit
 def _remember_normaliser(
     transitions: tl.tensor, updates: tl.tensor, decay: tl.tensor, starts: tl.tensor, state: tl.tensor,
     snapshots: tl.tensor, final: tl.tensor, seeded: tl.tensor, reverse: tl.tensor, frames: tl.tensor, chunks: tl.tensor,
-    D: tl.constexpr, SIDE: tl.constexpr,
+    D: tl.constexpr, SIDE: tl.constexpr, STAGES: tl.constexpr, FRAMES: tl.constexpr,
 ) -> None:  # fmt: skip
     """Walk over the frames with the normaliser of one memory."""
     key = tl.arange(0, SIDE)
     z = tl.load(state + key, (key < D) & seeded, 0.0)
     frame = tl.where(reverse, frames - 1, 0).to(tl.int64)
-    step = tl.where(reverse, -1, 1)
+    step, before = tl.where(reverse, -1, 1), tl.where(reverse, 1, 0)
+    chunk = chunks - 1
+    start = _latest_start(starts, chunk)
     if reverse:
         tl.store(snapshots + frame * D + key, z, key < D)
-    steps = tl.where(reverse, frames - 1, frames)
-    next_transition = _load_transition(transitions + frame * 2 * D * D, D, SIDE)
-    next_update = tl.load(updates + frame * (D + 1) * D + key, key < D, 0.0)
-    while steps > 0:
-        transition, update = next_transition.to(tl.float32), next_update
-        ahead = tl.where(steps > 1, frame + step, frame)
-        next_transition = _load_transition(transitions + ahead * 2 * D * D, D, SIDE)
-        next_update = tl.load(updates + ahead * (D + 1) * D + key, key < D, 0.0)
+    for _ in tl.range(0, FRAMES if INTERPRETED else frames, num_stages=STAGES):
+        transition = _load_transition(transitions + frame * 2 * D * D, D, SIDE).to(tl.float32)
+        update = tl.load(updates + frame * (D + 1) * D + key, key < D, 0.0)
         z = tl.load(decay + frame).to(tl.float32) * z
         z += update - tl.sum(transition * z[:, None], axis=0)
-        if reverse & _starts_chunk(starts, chunks, frame):
-            z = tl.zeros_like(z)
-        at = frame + tl.where(reverse, -1, 0)
-        tl.store(snapshots + at * D + key, z, key < D)
+        fresh = reverse & (start == frame)
+        z = tl.where(fresh, 0.0, z)
+        chunk -= fresh.to(tl.int32)
+        start = _latest_start(starts, chunk)
+        read = frame - before
+        tl.store(snapshots + read * D + key, z, (key < D) & (read >= 0))
         frame += step
-        steps -= 1
     tl.store(final + key, z, (key < D) & (not reverse))
 
 
@@ -144,6 +138,8 @@ def _remember_kernel(
     D: tl.constexpr,
     SIDE: tl.constexpr,
     COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+    FRAMES: tl.constexpr,
     NORMALISER: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -164,12 +160,12 @@ def _remember_kernel(
         _remember_values(
             transitions, updates, decay, starts, kv + source * D * D, snapshots + which * D * D,
             final_kv + target * D * D, seeded, reverse, frames, chunks, block,
-            D, SIDE, COLUMNS, NORMALISER, OPERAND, PRECISION,
+            D, SIDE, COLUMNS, STAGES, FRAMES, NORMALISER, OPERAND, PRECISION,
         )  # fmt: skip
     else:
         _remember_normaliser(
             transitions + D * D, updates + D * D, decay, starts, z + source * D, z_snapshots + which * D,
-            final_z + target * D, seeded, reverse, frames, chunks, D, SIDE,
+            final_z + target * D, seeded, reverse, frames, chunks, D, SIDE, STAGES, FRAMES,
         )  # fmt: skip
 
 
@@ -181,7 +177,7 @@ class Memory(NamedTuple):
 
 
 class Snapshots(NamedTuple):
-    """What each frame reads, for each direction: kv [directions,B·H,F,D,D]; z [directions,B·H,F,D] fp32, or None."""
+    """What each frame reads: kv [directions,B·H,F,D,D], values before keys; z [directions,B·H,F,D] fp32, or None."""
 
     kv: Tensor
     z: Tensor | None
@@ -226,10 +222,11 @@ def remember(
         D=dim,
         SIDE=padded(dim),
         COLUMNS=columns,
+        STAGES=config.remember_stages,
+        FRAMES=frames if triton_interpreted() else 0,  # the interpreter walks over nothing that a launch brings
         NORMALISER=scan.normaliser,
         OPERAND=TRITON_TYPES[config.operand],
         PRECISION=config.dot,
         num_warps=config.remember_warps,
-        num_stages=1,
     )
     return Snapshots(kv, z)

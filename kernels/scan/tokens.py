@@ -1,4 +1,4 @@
-"""Tokens on their way into a product: norm, ReLU, scale and positions, in registers."""
+"""Positions of tokens, in registers."""
 
 import triton
 import triton.language as tl
@@ -11,46 +11,6 @@ ROTARY = tl.constexpr(1)
 """All pairs are rotated; 0: no positions."""
 CAMERA = tl.constexpr(2)
 """The first half is mapped by a 4×4 matrix, pairs of the second are rotated."""
-
-
-@triton.jit
-def load_half(
-    x: tl.tensor, row: tl.tensor, inside: tl.tensor, stride: tl.tensor, FIRST: tl.constexpr, HALF: tl.constexpr,
-    WIDTH: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Entries FIRST … FIRST + HALF − 1 of some rows, [R,WIDTH]; row strides in units of 8 entries."""
-    col = tl.arange(0, WIDTH)
-    return tl.load(
-        x + (row * stride)[:, None] * 8 + (FIRST + col)[None, :], inside[:, None] & (col < HALF)[None, :], 0.0
-    )
-
-
-@triton.jit
-def load_weight(weight: tl.tensor, FIRST: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr) -> tl.tensor:
-    """Norm weights of one half, [1,WIDTH] fp32."""
-    col = tl.arange(0, WIDTH)
-    return tl.load(weight + FIRST + col, col < HALF, 0.0).to(tl.float32)[None, :]
-
-
-@triton.jit
-def activate(
-    x0: tl.tensor, x1: tl.tensor, w0: tl.tensor, w1: tl.tensor, rms: tl.tensor, row: tl.tensor, inside: tl.tensor,
-    eps: tl.tensor, scale: tl.tensor, NORM: tl.constexpr, WEIGHTED: tl.constexpr, RELU: tl.constexpr, D: tl.constexpr,
-) -> tl.tuple:  # fmt: skip
-    """Halves of a head → fp32, norm, weight, ReLU and scale."""
-    x0, x1 = x0.to(tl.float32), x1.to(tl.float32)
-    factor = tl.full((x0.shape[0],), 1.0, tl.float32) * scale
-    if NORM == HEAD_NORM:
-        mean = (tl.sum(x0 * x0, axis=1) + tl.sum(x1 * x1, axis=1)) / D
-        factor = tl.div_rn(1.0, tl.sqrt_rn(mean + eps)) * scale
-    elif NORM == FULL_NORM:
-        factor = tl.load(rms + row, inside, 0.0) * scale
-    if WEIGHTED:
-        x0, x1 = x0 * w0, x1 * w1
-    if RELU:
-        x0 = tl.maximum(x0, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        x1 = tl.maximum(x1, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    return x0 * factor[:, None], x1 * factor[:, None]
 
 
 @triton.jit
