@@ -65,9 +65,9 @@ def obstacle(*tensors: Tensor, dim: int = OCTET) -> str | None:
         return "triton is not installed"
     if dim % OCTET or not 0 < dim <= MAX_DIM:
         return f"the head dim must be a multiple of {OCTET} up to {MAX_DIM}, got {dim}"
+    if not tensors[0].is_cuda and not triton_interpreted():
+        return f"a tensor on {tensors[0].device} needs TRITON_INTERPRET=1, set before triton is imported"
     for x in tensors:
-        if not x.is_cuda and not triton_interpreted():
-            return f"a tensor on {x.device} needs TRITON_INTERPRET=1, set before triton is imported"
         if x.dtype not in OPERAND_DTYPES:
             return f"a tensor {tuple(x.shape)} of {x.dtype} is nothing for them"
         if x.requires_grad and torch.is_grad_enabled():

@@ -41,6 +41,26 @@ def to_operand(x: tl.tensor, OPERAND: tl.constexpr, PRECISION: tl.constexpr) -> 
 
 
 @triton.jit
+def as_operand(x: tl.tensor, OPERAND: tl.constexpr, PRECISION: tl.constexpr) -> tl.tensor:
+    """A tile itself if it goes into a product as it is, else rounded."""
+    if INTERPRETED or x.dtype != OPERAND or PRECISION == "tf32":
+        x = to_operand(x.to(tl.float32), OPERAND, PRECISION)
+    return x
+
+
+@triton.jit
+def square_root(x: tl.tensor, OPERAND: tl.constexpr) -> tl.tensor:
+    """√x in fp32; with 16-bit operands to a rounding or two, which needs no branch."""
+    return tl.sqrt_rn(x) if tl.float32 == OPERAND else tl.sqrt(x)
+
+
+@triton.jit
+def quotient(x: tl.tensor, y: tl.tensor, OPERAND: tl.constexpr) -> tl.tensor:
+    """x/y in fp32; with 16-bit operands to a rounding or two, which needs no branch."""
+    return tl.div_rn(x, y) if tl.float32 == OPERAND else x / y
+
+
+@triton.jit
 def times_sigmoid(y: tl.tensor, x: tl.tensor) -> tl.tensor:
     """Of y: y / (1 + e^−x) in fp32, without an overflow on the way; NaN stays."""
     t = tl.exp(-tl.abs(x))

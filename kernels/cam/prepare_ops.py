@@ -30,7 +30,7 @@ def _sizes(x: Tensor, cos: Tensor) -> dict[str, int]:
     """Kernel arguments of the sizes of x [B,N,H,D] and its tables."""
     tokens, heads, dim = x.shape[1:]
     group = min(HEADS_AT_ONCE, triton.next_power_of_2(heads))
-    extents = {"D": dim, "WIDTH": padded(dim // 2), "HEADS": group, "GROUPS": triton.cdiv(heads, group)}
+    extents = {"D": dim, "SIDE": padded(dim), "HEADS": group, "GROUPS": triton.cdiv(heads, group)}
     return extents | {"heads": heads, "tokens": tokens, "own_tables": int(cos.shape[0] > 1)}
 
 

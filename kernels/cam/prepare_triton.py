@@ -11,10 +11,8 @@ from longtake.kernels.scan.heads import (
     place_heads,
     position_of,
     store_heads,
-    turn_of,
 )
-from longtake.kernels.scan.tokens import CAMERA, load_matrix, map_quads
-from longtake.kernels.triton_tiles import rotate_pairs
+from longtake.kernels.scan.tokens import CAMERA
 
 
 @triton.jit(
@@ -56,7 +54,7 @@ def prepare_kernel(
     eps: float,
     k_scale: float,
     D: tl.constexpr,
-    WIDTH: tl.constexpr,
+    SIDE: tl.constexpr,
     HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
     NORM: tl.constexpr,
@@ -66,41 +64,33 @@ def prepare_kernel(
     RELU: tl.constexpr,
 ) -> None:
     """q, k and v of one token, whose heads are taken in GROUPS groups of HEADS."""
-    HALF: tl.constexpr = D // 2
     token = tl.program_id(0).to(tl.int64)
     batch, row = token // tokens, token % tokens
-    turns = (row + batch * own_tables * tokens) * (HALF // 2)
+    turns = (row + batch * own_tables * tokens) * (D // 4)
     q += (batch * q_batch + row * q_token) * 8
     k += (batch * k_batch + row * k_token) * 8
     v += (batch * v_batch + row * v_token) * 8
     out = token * heads * D
-    to_q = position_of(projection + token * 16, cos + turns, sin + turns, True, CAMERA, HALF, WIDTH)
-    to_k = position_of(inverse + token * 16, cos + turns, sin + turns, False, CAMERA, HALF, WIDTH)
-    q_inverse = inverse_rms(q, q_rms + token, q_head, heads, eps, NORM, GIVEN, D, WIDTH, HEADS, GROUPS)
-    k_inverse = inverse_rms(k, k_rms + token, k_head, heads, eps, NORM, GIVEN, D, WIDTH, HEADS, GROUPS)
+    to_q = position_of(projection + token * 16, cos + turns, sin + turns, True, 1.0, CAMERA, D, SIDE)
+    to_k = position_of(inverse + token * 16, cos + turns, sin + turns, False, 1.0, CAMERA, D, SIDE)
+    q_inverse = inverse_rms(q, q_rms + token, q_head, heads, eps, NORM, GIVEN, D, SIDE, HEADS, GROUPS)
+    k_inverse = inverse_rms(k, k_rms + token, k_head, heads, eps, NORM, GIVEN, D, SIDE, HEADS, GROUPS)
     for group in range(GROUPS):
         head = group * HEADS + tl.arange(0, HEADS)
-        x0 = load_heads(q, head, q_head, heads, 0, HALF, WIDTH)
-        x1 = load_heads(q, head, q_head, heads, HALF, HALF, WIDTH)
-        x0, x1 = activate_heads(x0, x1, q_weight, q_inverse, head, heads, eps, 1.0, NORM, Q_WEIGHTED, RELU, D, WIDTH)
-        x0, x1 = place_heads(x0, x1, to_q, CAMERA)
-        store_heads(q_out + out, x0, x1, head, heads, D, HALF, "ieee")
-        x0 = load_heads(k, head, k_head, heads, 0, HALF, WIDTH)
-        x1 = load_heads(k, head, k_head, heads, HALF, HALF, WIDTH)
-        x0, x1 = activate_heads(
-            x0, x1, k_weight, k_inverse, head, heads, eps, k_scale, NORM, K_WEIGHTED, RELU, D, WIDTH
-        )
-        y0, y1 = place_heads(x0, x1, to_k, CAMERA)
-        store_heads(k_out + out, y0, y1, head, heads, D, HALF, "ieee")
-        before, after, ratio = growth_of(x0, x1, y0, y1)
+        x = load_heads(q, head, q_head, heads, D, SIDE)
+        x = activate_heads(x, q_weight, q_inverse, head, heads, eps, 1.0, NORM, Q_WEIGHTED, RELU, D, SIDE)
+        store_heads(q_out + out, place_heads(x, to_q, CAMERA), head, heads, D, D, "ieee")
+        x = load_heads(k, head, k_head, heads, D, SIDE)
+        x = activate_heads(x, k_weight, k_inverse, head, heads, eps, k_scale, NORM, K_WEIGHTED, RELU, D, SIDE)
+        y = place_heads(x, to_k, CAMERA)
+        store_heads(k_out + out, y, head, heads, D, D, "ieee")
+        before, after, ratio = growth_of(x, y, tl.float32)
         at = token * heads + head
         tl.store(norm_before + at, before, head < heads)
         tl.store(norm_after + at, after, head < heads)
         tl.store(inflation + at, ratio, head < heads)
-        x0 = load_heads(v, head, v_head, heads, 0, HALF, WIDTH)
-        x1 = load_heads(v, head, v_head, heads, HALF, HALF, WIDTH)
-        x0, x1 = place_heads(x0, x1, to_k, CAMERA)
-        store_heads(v_out + out, x0, x1, head, heads, D, HALF, "ieee")
+        x = place_heads(load_heads(v, head, v_head, heads, D, SIDE), to_k, CAMERA)
+        store_heads(v_out + out, x, head, heads, D, D, "ieee")
 
 
 @triton.jit(do_not_specialize=["heads", "frames", "tokens"], do_not_specialize_on_alignment=["beta", "inflation"])
@@ -154,20 +144,17 @@ def output_kernel(
     x_head: int,
     own_tables: int,
     D: tl.constexpr,
-    WIDTH: tl.constexpr,
+    SIDE: tl.constexpr,
     HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
 ) -> None:
     """One token, whose heads are taken in GROUPS groups of HEADS."""
-    HALF: tl.constexpr = D // 2
     token = tl.program_id(0).to(tl.int64)
     batch, row = token // tokens, token % tokens
-    turns = (row + batch * own_tables * tokens) * (HALF // 2)
+    turns = (row + batch * own_tables * tokens) * (D // 4)
     x += (batch * x_batch + row * x_token) * 8
-    matrix = load_matrix(projection + token * 16, False)
-    c, s = turn_of(cos + turns, sin + turns, 0, HALF // 2, WIDTH // 2)
+    back = position_of(projection + token * 16, cos + turns, sin + turns, False, -1.0, CAMERA, D, SIDE)
     for group in range(GROUPS):
         head = group * HEADS + tl.arange(0, HEADS)
-        y0 = map_quads(load_heads(x, head, x_head, heads, 0, HALF, WIDTH), matrix)
-        y1 = rotate_pairs(load_heads(x, head, x_head, heads, HALF, HALF, WIDTH), c, -s)
-        store_heads(out + token * heads * D, y0, y1, head, heads, D, HALF, "ieee")
+        y = place_heads(load_heads(x, head, x_head, heads, D, SIDE), back, CAMERA)
+        store_heads(out + token * heads * D, y, head, heads, D, D, "ieee")

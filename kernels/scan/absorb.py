@@ -2,11 +2,11 @@
 
 A frame's transition is P = Kᵀ·diag(β)·K and its update A = Vᵀ·diag(β)·K, each [D,D]; with a normaliser also P_z [D,D]
 and A_z [D] of the keys without position, whose values are all one. Each is a product over the frame's tokens in a fixed
-order, and a program of its own. Transitions are kept in the operand dtype, as they are only multiplied; I − P is never
-formed. With a discount, P and A are divided by max(1, mean growth of the frame's keys), as if every β of the frame had
-been.
+order. Transitions are kept in the operand dtype, as they are only multiplied; I − P is never formed. With a discount, P
+and A are divided by max(1, mean growth of the frame's keys), as if every β of the frame had been.
 
-No product has a right operand out of registers: in 16 bits that would cost a fence, which waits for every load.
+No product has a right operand out of registers: in 16 bits that would cost a fence, which waits for every load. So √β
+goes to the keys on the left of A, and values are multiplied as they lie in memory.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,15 @@ from torch import Tensor
 
 from longtake.kernels.scan.inputs import Scan
 from longtake.kernels.scan.prepare import Operands
-from longtake.kernels.triton_tiles import INTERPRETED, TRITON_TYPES, octet_strides, padded, to_operand
+from longtake.kernels.triton_tiles import (
+    INTERPRETED,
+    TRITON_TYPES,
+    as_operand,
+    octet_strides,
+    padded,
+    square_root,
+    to_operand,
+)
 
 SUMMED_ROWS = tl.constexpr(16)
 """Of keys that are summed one by one: a thread's own rows are added before they take registers."""
@@ -37,16 +45,16 @@ def _load_rows(x: tl.tensor, row: tl.tensor, tokens: tl.tensor, D: tl.constexpr,
 def _load_values(
     v: tl.tensor, row: tl.tensor, tokens: tl.tensor, stride: tl.tensor, D: tl.constexpr, SIDE: tl.constexpr
 ) -> tl.tensor:
-    """Values of some tokens of a frame, [R,SIDE] fp32; stride in units of 8 elements."""
+    """Values of some tokens of a frame, [R,SIDE]; stride in units of 8 elements."""
     col = tl.arange(0, SIDE)
-    place = (row * stride).to(tl.int64)[:, None] * 8 + col[None, :]
-    return tl.load(v + place, (row < tokens)[:, None] & (col < D)[None, :], 0.0).to(tl.float32)
+    at = (row * stride).to(tl.int64)[:, None] * 8 + col[None, :]
+    return tl.load(v + at, (row < tokens)[:, None] & (col < D)[None, :], 0.0)
 
 
 @triton.jit
-def _load_root(beta: tl.tensor, row: tl.tensor, tokens: tl.tensor, step: tl.tensor) -> tl.tensor:
+def _load_root(beta: tl.tensor, row: tl.tensor, tokens: tl.tensor, step: tl.tensor, OPERAND: tl.constexpr) -> tl.tensor:
     """√β of some tokens of a frame, [R,1] fp32."""
-    return tl.sqrt_rn(tl.load(beta + row * step, row < tokens, 0.0).to(tl.float32))[:, None]
+    return square_root(tl.load(beta + row * step, row < tokens, 0.0).to(tl.float32), OPERAND)[:, None]
 
 
 @triton.jit
@@ -90,48 +98,44 @@ def _absorb_kernel(
     SIDE: tl.constexpr,
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
-    UPDATE_ROWS: tl.constexpr,
-    UPDATE_TILES: tl.constexpr,
     STAGES: tl.constexpr,
     NORMALISER: tl.constexpr,
     DISCOUNT: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """One frame of one head: program (frame of a head; P, A or P_z with A_z)."""
+    """One frame of one head: program (frame of a head, P with A or P_z with A_z)."""
     frame = tl.program_id(0).to(tl.int64)
-    kind = tl.program_id(1)
     first = frame * tokens * D
     transitions += frame * (2 if NORMALISER else 1) * D * D
     updates += frame * (D + 1 if NORMALISER else D) * D
     beta += frame * beta_frame
     total = tl.zeros((SIDE, SIDE), tl.float32)
-    if kind == 0:
+    if tl.program_id(1) == 0:
+        update = tl.zeros((SIDE, SIDE), tl.float32)
+        memory = frame // frames
+        v += (memory // heads * v_batch + memory % heads * v_head + frame % frames * tokens * v_token) * 8
         for tile in tl.range(0, TILES, num_stages=STAGES):
             row = tile * ROWS + tl.arange(0, ROWS)
             key = _load_rows(k + first, row, tokens, D, SIDE)
+            value = as_operand(_load_values(v, row, tokens, v_token, D, SIDE), OPERAND, PRECISION)
             total = tl.dot(tl.trans(key), key, total, input_precision=PRECISION)
+            rooted = key.to(tl.float32) * _load_root(beta, row, tokens, beta_token, OPERAND)
+            rooted = tl.trans(to_operand(rooted, OPERAND, PRECISION))
+            update = tl.dot(rooted, value, update, input_precision=PRECISION)
         if DISCOUNT:
-            total *= _discount(growth + frame * tokens, tokens)
+            weight = _discount(growth + frame * tokens, tokens)
+            total *= weight
+            update *= weight
         _store_square(transitions, to_operand(total, OPERAND, PRECISION), D)
-    elif kind == 1:
-        memory = frame // frames
-        v += (memory // heads * v_batch + memory % heads * v_head + frame % frames * tokens * v_token) * 8
-        for tile in tl.range(0, UPDATE_TILES, num_stages=STAGES):
-            row = tile * UPDATE_ROWS + tl.arange(0, UPDATE_ROWS)
-            key = _load_rows(k + first, row, tokens, D, SIDE)
-            value = _load_values(v, row, tokens, v_token, D, SIDE) * _load_root(beta, row, tokens, beta_token)
-            total = tl.dot(tl.trans(to_operand(value, OPERAND, PRECISION)), key, total, input_precision=PRECISION)
-        if DISCOUNT:
-            total *= _discount(growth + frame * tokens, tokens)
-        _store_square(updates, total, D)
+        _store_square(updates, tl.trans(update), D)
     else:
         sums = tl.zeros((SUMMED_ROWS, SIDE), tl.float32)
         for tile in tl.range(0, TILES, num_stages=STAGES):
             row = tile * ROWS + tl.arange(0, ROWS)
             key = _load_rows(plain + first, row, tokens, D, SIDE)
             total = tl.dot(tl.trans(key), key, total, input_precision=PRECISION)
-            rooted = key.to(tl.float32) * _load_root(beta, row, tokens, beta_token)
+            rooted = key.to(tl.float32) * _load_root(beta, row, tokens, beta_token, OPERAND)
             sums += tl.sum(tl.reshape(rooted, (ROWS // SUMMED_ROWS, SUMMED_ROWS, SIDE)), axis=0)
         _store_square(transitions + D * D, to_operand(total, OPERAND, PRECISION), D)
         entry = tl.arange(0, SIDE)
@@ -154,7 +158,7 @@ def absorb(scan: Scan, operands: Operands) -> Records:
     count, heads = scan.memories * scan.frames, scan.decay.shape[1]
     transitions = scan.q.new_empty((count, 1 + scan.normaliser, dim, dim), dtype=config.operand)
     updates = scan.q.new_empty((count, dim + scan.normaliser, dim), dtype=torch.float32)
-    _absorb_kernel[(count, 2 + scan.normaliser)](
+    _absorb_kernel[(count, 1 + scan.normaliser)](
         operands.k,
         operands.plain,
         operands.v,
@@ -171,14 +175,11 @@ def absorb(scan: Scan, operands: Operands) -> Records:
         SIDE=padded(dim),
         ROWS=config.absorb_rows,
         TILES=triton.cdiv(tokens, config.absorb_rows),
-        UPDATE_ROWS=config.update_rows,
-        UPDATE_TILES=triton.cdiv(tokens, config.update_rows),
         STAGES=config.absorb_stages,
         NORMALISER=scan.normaliser,
         DISCOUNT=scan.discount,
         OPERAND=TRITON_TYPES[config.operand],
         PRECISION=config.dot,
         num_warps=config.absorb_warps,
-        maxnreg=config.absorb_registers,
     )
     return Records(transitions, updates)

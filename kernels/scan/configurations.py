@@ -1,7 +1,7 @@
 """The committed tile sizes of the scan for each architecture and precision; nothing is tuned at run time.
 
-Sums over the tokens of a frame run over tiles in order, of `update_rows` for A and of `absorb_rows` for the others. No
-entry depends on B or F, so that a batch gives the bits of its single runs.
+Sums over the tokens of a frame run over tiles of `absorb_rows` in order. No entry depends on B or F, so that a batch
+gives the bits of its single runs.
 """
 
 from typing import Literal, NamedTuple
@@ -15,12 +15,16 @@ The reference computes in fp32 whatever is asked."""
 
 
 class Reading(NamedTuple):
-    """Rows of tokens in a tile, how many tiles one program reads, its warps, and the tiles under way at once."""
+    """Rows of tokens in a tile, how many tiles one program reads, its warps and the most registers of a thread.
+
+    `turned`: the memory is the left operand, so that a tile may have few rows, and tokens pass a fence to be the right.
+    """
 
     rows: int
     tiles: int
     warps: int
-    stages: int
+    registers: int | None = None
+    turned: bool = False
 
 
 class Configuration(NamedTuple):
@@ -32,8 +36,6 @@ class Configuration(NamedTuple):
     prepare_heads: int
     prepare_warps: int
     absorb_rows: int
-    update_rows: int
-    absorb_registers: int | None
     absorb_warps: int
     absorb_stages: int
     value_columns: int
@@ -50,33 +52,31 @@ HOPPER_BF16 = Configuration(
     prepare_heads=4,
     prepare_warps=1,
     absorb_rows=64,
-    update_rows=32,
-    absorb_registers=128,  # two programs on a multiprocessor
     absorb_warps=8,
     absorb_stages=4,
     value_columns=32,
-    remember_warps=8,
+    remember_warps=4,
     remember_stages=3,
-    read=Reading(64, 4, warps=4, stages=1),
-    read_without_normaliser=Reading(64, 4, warps=8, stages=2),
+    read=Reading(32, 7, warps=4, registers=168, turned=True),
+    read_without_normaliser=Reading(64, 7, warps=4, registers=168),
 )
 HOPPER_TF32 = HOPPER_BF16._replace(
     operand=torch.float32,
     dot="tf32",
     absorb_rows=16,
-    update_rows=16,
-    absorb_registers=None,
     absorb_stages=1,
     value_columns=16,
     remember_stages=1,
-    read=Reading(16, 14, warps=4, stages=1),
-    read_without_normaliser=Reading(16, 14, warps=4, stages=1),
+    remember_warps=8,
+    read=Reading(16, 14, warps=4),
+    read_without_normaliser=Reading(16, 14, warps=4),
 )
 HOPPER_IEEE = HOPPER_TF32._replace(
     dot="ieee",
+    absorb_warps=16,
     remember_warps=16,
-    read=Reading(16, 14, warps=8, stages=1),
-    read_without_normaliser=Reading(16, 14, warps=8, stages=1),
+    read=Reading(16, 14, warps=8),
+    read_without_normaliser=Reading(16, 14, warps=8),
 )
 CONFIGURATIONS: dict[tuple[int, int], dict[Precision, Configuration]] = {
     (9, 0): {

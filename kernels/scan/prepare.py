@@ -22,7 +22,7 @@ from longtake.kernels.scan.heads import (
 )
 from longtake.kernels.scan.inputs import NORMS, Scan
 from longtake.kernels.scan.tokens import CAMERA, FULL_NORM, ROTARY
-from longtake.kernels.triton_tiles import octet_strides, padded
+from longtake.kernels.triton_tiles import octet_strides, padded, square_root
 
 
 @triton.jit(
@@ -68,7 +68,7 @@ def _prepare_kernel(
     eps: float,
     scale: float,
     D: tl.constexpr,
-    WIDTH: tl.constexpr,
+    SIDE: tl.constexpr,
     HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
     NORM: tl.constexpr,
@@ -82,8 +82,7 @@ def _prepare_kernel(
     PRECISION: tl.constexpr,
 ) -> None:
     """One token: program (batch, token), which takes its heads in GROUPS groups of HEADS."""
-    HALF: tl.constexpr = D // 2
-    turns: tl.constexpr = HALF if POSITIONS == ROTARY else HALF // 2
+    turns: tl.constexpr = D // 2 if POSITIONS == ROTARY else D // 4
     token = tl.program_id(0).to(tl.int64)
     all_tokens = tl.cast(frames, tl.int64) * tokens
     batch, place = token // all_tokens, token % all_tokens
@@ -100,42 +99,36 @@ def _prepare_kernel(
     beta += (batch * heads * frames + place // tokens) * beta_frame + place % tokens * beta_token
     growth += batch * heads * all_tokens + place
     if POSITIONS == CAMERA or (NORM == FULL_NORM and not GIVEN):
-        inverse = inverse_rms(q, q_rms + token, q_head, heads, eps, NORM, GIVEN, D, WIDTH, HEADS, GROUPS)
+        inverse = inverse_rms(q, q_rms + token, q_head, heads, eps, NORM, GIVEN, D, SIDE, HEADS, GROUPS)
         if POSITIONS == CAMERA:
-            position = position_of(matrix, cos, sin, True, POSITIONS, HALF, WIDTH)
+            position = position_of(matrix, cos, sin, True, 1.0, POSITIONS, D, SIDE)
             for group in range(GROUPS):
                 head = group * HEADS + tl.arange(0, HEADS)
-                x0 = load_heads(q, head, q_head, heads, 0, HALF, WIDTH)
-                x1 = load_heads(q, head, q_head, heads, HALF, HALF, WIDTH)
-                x0, x1 = activate_heads(
-                    x0, x1, q_weight, inverse, head, heads, eps, 1.0, NORM, Q_WEIGHTED, RELU, D, WIDTH
-                )
-                x0, x1 = place_heads(x0, x1, position, POSITIONS)
-                store_heads(q_out + out, x0, x1, head, heads, size, HALF, PRECISION)
+                x = load_heads(q, head, q_head, heads, D, SIDE)
+                x = activate_heads(x, q_weight, inverse, head, heads, eps, 1.0, NORM, Q_WEIGHTED, RELU, D, SIDE)
+                store_heads(q_out + out, place_heads(x, position, POSITIONS), head, heads, size, D, PRECISION)
         else:
             tl.store(rms_out + token, inverse)
-    position = position_of(inverse_matrix, cos, sin, False, POSITIONS, HALF, WIDTH)
-    inverse = inverse_rms(k, k_rms + token, k_head, heads, eps, NORM, GIVEN, D, WIDTH, HEADS, GROUPS)
+    position = position_of(inverse_matrix, cos, sin, False, 1.0, POSITIONS, D, SIDE)
+    inverse = inverse_rms(k, k_rms + token, k_head, heads, eps, NORM, GIVEN, D, SIDE, HEADS, GROUPS)
     for group in range(GROUPS):
         head = group * HEADS + tl.arange(0, HEADS)
-        root = tl.sqrt_rn(tl.load(beta + head * frames * beta_frame, head < heads, 0.0).to(tl.float32))[:, None]
-        x0 = load_heads(k, head, k_head, heads, 0, HALF, WIDTH)
-        x1 = load_heads(k, head, k_head, heads, HALF, HALF, WIDTH)
+        share = tl.load(beta + head * frames * beta_frame, head < heads, 0.0).to(tl.float32)
+        root = square_root(share, k_out.dtype.element_ty)[:, None]
         lift = scale if DISCOUNT else scale * root  # growth is of the keys without β
-        x0, x1 = activate_heads(x0, x1, k_weight, inverse, head, heads, eps, lift, NORM, K_WEIGHTED, RELU, D, WIDTH)
-        y0, y1 = place_heads(x0, x1, position, POSITIONS)
+        x = load_heads(k, head, k_head, heads, D, SIDE)
+        x = activate_heads(x, k_weight, inverse, head, heads, eps, lift, NORM, K_WEIGHTED, RELU, D, SIDE)
+        y = place_heads(x, position, POSITIONS)
         if DISCOUNT:
-            _, _, ratio = growth_of(x0, x1, y0, y1)
+            _, _, ratio = growth_of(x, y, k_out.dtype.element_ty)
             tl.store(growth + head * all_tokens, ratio, head < heads)
-            y0, y1 = y0 * root, y1 * root
-        store_heads(k_out + out, y0, y1, head, heads, size, HALF, PRECISION)
+            y *= root
+        store_heads(k_out + out, y, head, heads, size, D, PRECISION)
         if NORMALISER and POSITIONS != 0:
-            store_heads(plain_out + out, x0, x1, head, heads, size, HALF, PRECISION)
+            store_heads(plain_out + out, x, head, heads, size, D, PRECISION)
         if POSITIONS == CAMERA:
-            x0 = load_heads(v, head, v_head, heads, 0, HALF, WIDTH)
-            x1 = load_heads(v, head, v_head, heads, HALF, HALF, WIDTH)
-            x0, x1 = place_heads(x0, x1, position, POSITIONS)
-            store_heads(v_out + out, x0, x1, head, heads, size, HALF, PRECISION)
+            x = place_heads(load_heads(v, head, v_head, heads, D, SIDE), position, POSITIONS)
+            store_heads(v_out + out, x, head, heads, size, D, PRECISION)
 
 
 class Operands(NamedTuple):
@@ -200,7 +193,7 @@ def prepare(scan: Scan) -> Operands:
         activation.eps,
         activation.k_scale,
         D=dim,
-        WIDTH=padded(dim // 2),
+        SIDE=padded(dim),
         HEADS=group,
         GROUPS=triton.cdiv(heads, group),
         NORM=NORMS[activation.norm],

@@ -17,10 +17,11 @@ from longtake.kernels.scan.tokens import (
     map_quads,
 )
 from longtake.kernels.triton_tiles import (
-    INTERPRETED,
     TRITON_TYPES,
+    as_operand,
     octet_strides,
     padded,
+    quotient,
     rotate_pairs,
     round_to,
     times_sigmoid,
@@ -62,14 +63,6 @@ def _load_tile(
 
 
 @triton.jit
-def _as_operand(x: tl.tensor, OPERAND: tl.constexpr, PRECISION: tl.constexpr) -> tl.tensor:
-    """The tile itself if it goes into a product as it is, else rounded."""
-    if INTERPRETED or x.dtype != OPERAND or PRECISION == "tf32":
-        x = to_operand(x.to(tl.float32), OPERAND, PRECISION)
-    return x
-
-
-@triton.jit
 def _norm_factor(
     x: tl.tensor, rms: tl.tensor, row: tl.tensor, inside: tl.tensor, eps: tl.tensor, NORM: tl.constexpr,
     D: tl.constexpr,
@@ -92,7 +85,6 @@ def _halves(y: tl.tensor) -> tl.tuple:
 @triton.jit
 def _gated(y: tl.tensor, gate: tl.tensor, OPERAND: tl.constexpr) -> tl.tensor:
     """y·silu(gate); with 16-bit operands to a few fp32 roundings, which is faster."""
-    gate = gate.to(tl.float32)
     y *= gate
     if tl.float32 == OPERAND:
         y = times_sigmoid(y, gate)
@@ -137,7 +129,7 @@ def _read_kernel(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
-    STAGES: tl.constexpr,
+    TURNED: tl.constexpr,
     DIRECTIONS: tl.constexpr,
     NORM: tl.constexpr,
     WEIGHTED: tl.constexpr,
@@ -176,19 +168,23 @@ def _read_kernel(
     if RETURNED:  # halves of their own, each padded
         value = tl.where(col % WIDTH < HALF, col // WIDTH * HALF + col % WIDTH, D)
     memory = _load_memory(snapshots + index * D * D, reverse * D * D, value, D, SIDE, DIRECTIONS, OPERAND, PRECISION)
+    if TURNED:
+        memory = tl.trans(memory)
     if WEIGHTED:
         w = tl.load(weight + head * D + col, col < D, 0.0).to(tl.float32)[None, :]
     if NORMALISER:
         z = _summed(z_snapshots + index * D, reverse * D, col, col < D, DIRECTIONS)[None, :]
     first = part * ROWS * TILES
     last = tl.minimum(first + ROWS * TILES, tokens)
-    for tile in tl.range(0, TILES, num_stages=STAGES):
+    for tile in range(TILES):
         place = first + tile * ROWS + tl.arange(0, ROWS)
         inside = place < last
         row = first_token + place
         x = _load_tile(q, row, inside, q_token, D, SIDE)
+        if GATED:  # early: the fence before a product waits for every load under way
+            g = _load_tile(gate, row, inside, gate_token, D, SIDE).to(tl.float32)
         if PREPARED:
-            x = _as_operand(x, OPERAND, PRECISION)
+            x = as_operand(x, OPERAND, PRECISION)
         else:
             x = x.to(tl.float32)
             factor = _norm_factor(x, rms, row, inside, norm_eps, NORM, D)
@@ -202,15 +198,18 @@ def _read_kernel(
                 c, s = load_turn(cos, sin, row, inside, HALF, 0, HALF, WIDTH)
                 x = rotate_pairs(x, c, s)
             x = to_operand(x, OPERAND, PRECISION)
-        y = tl.dot(x, memory, input_precision=PRECISION)
+        if TURNED:
+            y = tl.trans(tl.dot(memory, tl.trans(x), input_precision=PRECISION))
+        else:
+            y = tl.dot(x, memory, input_precision=PRECISION)
         if MERGED:
-            factor = tl.div_rn(factor, total + eps)
+            factor = quotient(factor, total + eps, OPERAND)
         elif NORMALISER:
             tl.store(denominator + (batch * all_tokens + row) * heads + head, total, inside)
         if not PREPARED:
             y *= factor[:, None]
         if GATED:
-            y = _gated(y, _load_tile(gate, row, inside, gate_token, D, SIDE), OPERAND)
+            y = _gated(y, g, OPERAND)
         at = out + ((batch * all_tokens + row) * heads + head)[:, None] * D
         if RETURNED:
             y0, y1 = _halves(y)
@@ -274,7 +273,7 @@ def read(
         ROWS=how.rows,
         TILES=how.tiles,
         DIRECTIONS=scan.directions,
-        STAGES=how.stages,
+        TURNED=how.turned,
         NORM=NORMS[activation.norm],
         WEIGHTED=weight is not None,
         RELU=activation.relu,
@@ -287,5 +286,7 @@ def read(
         OPERAND=TRITON_TYPES[config.operand],
         PRECISION=config.dot,
         num_warps=how.warps,
+        maxnreg=how.registers,
+        num_stages=1,
     )
     return out, denominator
