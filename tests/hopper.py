@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import triton
+from pipelines import overwritten_tiles
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
@@ -26,7 +27,10 @@ def pretend() -> set[str]:
 
     def compile_alone(self: Any, *arguments: object, **options: object) -> object:  # noqa: ANN401
         kernel = run(self, *arguments, **options | {"warmup": True})
-        compiled.add(f"{self.fn.__module__}.{self.fn.__name__}")
+        name = f"{self.fn.__module__}.{self.fn.__name__}"
+        if early := overwritten_tiles(kernel.asm["ttgir"]):
+            raise AssertionError(f"{name} {options} overwrites what a product may still read: {early}")
+        compiled.add(name)
         return kernel
 
     device = {"get_current_device": lambda: 0, "get_current_stream": lambda _: 0, "get_current_target": lambda: HOPPER}

@@ -1,4 +1,4 @@
-"""The kernels compile for Hopper where there is no GPU: the interpreter accepts more than the compiler."""
+"""The kernels compile for Hopper where there is no GPU, and right: the interpreter accepts more than the compiler."""
 
 import os
 import subprocess
@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from pipelines import overwritten_tiles
 
 from longtake.kernels.backend import TRITON_INSTALLED, VARIABLE
 
@@ -23,3 +24,23 @@ def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
     compiled, known = (line.split() for line in done.stdout.splitlines()[-2:])
     assert len(known) > 10
     assert compiled == known
+
+
+LOOP = """
+%tile = ttg.local_alloc : () -> !ttg.memdesc<SLOTSx64x128xbf16>
+%first = ttg.memdesc_index %tile[%c0]
+%one = ttg.async_copy_global_to_local %p, %first mask %m
+%total = scf.for %i = %c0 to %c9 {
+  %here = ttg.memdesc_index %tile[%i]
+  %turned = ttg.memdesc_trans %here
+  %dot = ttng.warp_group_dot %turned, %here, %sum {isAsync = true}
+  %done = ttng.warp_group_dot_wait %dot {pendings = PENDING : i32}
+  %next = ttg.memdesc_index %tile[%j]
+  %two = ttg.async_copy_global_to_local %p, %next mask %m
+  scf.yield %done
+"""
+
+
+@pytest.mark.parametrize(("slots", "pending", "early"), [(1, 1, 1), (2, 1, 0), (1, 0, 0)])
+def test_a_load_into_a_tile_that_is_still_read_is_found(slots: int, pending: int, early: int) -> None:
+    assert len(overwritten_tiles(LOOP.replace("SLOTS", str(slots)).replace("PENDING", str(pending)))) == early

@@ -28,8 +28,8 @@ from longtake.kernels.triton_tiles import (
     to_operand,
 )
 
-SUMMED_ROWS = tl.constexpr(16)
-"""Of keys that are summed one by one: a thread's own rows are added before they take registers."""
+SUM_WIDTH = tl.constexpr(16)
+"""Columns of ones that sum keys, the fewest that a product takes."""
 GROWTH_BLOCK = tl.constexpr(1024)
 
 
@@ -52,9 +52,14 @@ def _load_values(
 
 
 @triton.jit
-def _load_root(beta: tl.tensor, row: tl.tensor, tokens: tl.tensor, step: tl.tensor, OPERAND: tl.constexpr) -> tl.tensor:
-    """√β of some tokens of a frame, [R,1] fp32."""
-    return square_root(tl.load(beta + row * step, row < tokens, 0.0).to(tl.float32), OPERAND)[:, None]
+def _rooted(
+    key: tl.tensor, beta: tl.tensor, row: tl.tensor, tokens: tl.tensor, step: tl.tensor, OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """√β times the keys of some tokens of a frame, [SIDE,R]."""
+    share = tl.load(beta + row * step, row < tokens, 0.0).to(tl.float32)
+    rooted = key.to(tl.float32) * square_root(share, OPERAND)[:, None]
+    return tl.trans(to_operand(rooted, OPERAND, PRECISION))
 
 
 @triton.jit
@@ -120,8 +125,7 @@ def _absorb_kernel(
             key = _load_rows(k + first, row, tokens, D, SIDE)
             value = as_operand(_load_values(v, row, tokens, v_token, D, SIDE), OPERAND, PRECISION)
             total = tl.dot(tl.trans(key), key, total, input_precision=PRECISION)
-            rooted = key.to(tl.float32) * _load_root(beta, row, tokens, beta_token, OPERAND)
-            rooted = tl.trans(to_operand(rooted, OPERAND, PRECISION))
+            rooted = _rooted(key, beta, row, tokens, beta_token, OPERAND, PRECISION)
             update = tl.dot(rooted, value, update, input_precision=PRECISION)
         if DISCOUNT:
             weight = _discount(growth + frame * tokens, tokens)
@@ -130,16 +134,17 @@ def _absorb_kernel(
         _store_square(transitions, to_operand(total, OPERAND, PRECISION), D)
         _store_square(updates, tl.trans(update), D)
     else:
-        sums = tl.zeros((SUMMED_ROWS, SIDE), tl.float32)
+        sums = tl.zeros((SIDE, SUM_WIDTH), tl.float32)
+        ones = tl.full((ROWS, SUM_WIDTH), 1.0, tl.float32 if INTERPRETED else OPERAND)
         for tile in tl.range(0, TILES, num_stages=STAGES):
             row = tile * ROWS + tl.arange(0, ROWS)
             key = _load_rows(plain + first, row, tokens, D, SIDE)
             total = tl.dot(tl.trans(key), key, total, input_precision=PRECISION)
-            rooted = key.to(tl.float32) * _load_root(beta, row, tokens, beta_token, OPERAND)
-            sums += tl.sum(tl.reshape(rooted, (ROWS // SUMMED_ROWS, SUMMED_ROWS, SIDE)), axis=0)
+            rooted = _rooted(key, beta, row, tokens, beta_token, OPERAND, PRECISION)
+            sums = tl.dot(rooted, ones, sums, input_precision=PRECISION)
         _store_square(transitions + D * D, to_operand(total, OPERAND, PRECISION), D)
         entry = tl.arange(0, SIDE)
-        tl.store(updates + D * D + entry, tl.sum(sums, axis=0), entry < D)
+        tl.store(updates + D * D + entry, tl.sum(sums, axis=1) / SUM_WIDTH, entry < D)
 
 
 class Records(NamedTuple):
