@@ -24,6 +24,7 @@ from longtake.kernels.triton_tiles import (
     as_operand,
     octet_strides,
     padded,
+    round_to,
     square_root,
     to_operand,
 )
@@ -53,13 +54,24 @@ def _load_values(
 
 @triton.jit
 def _rooted(
-    key: tl.tensor, beta: tl.tensor, row: tl.tensor, tokens: tl.tensor, step: tl.tensor, OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """√β times the keys of some tokens of a frame, [SIDE,R]."""
+    key: tl.tensor, beta: tl.tensor, row: tl.tensor, tokens: tl.tensor, step: tl.tensor, OPERAND: tl.constexpr
+) -> tl.tensor:
+    """√β times the keys of some tokens of a frame, [R,SIDE] fp32."""
     share = tl.load(beta + row * step, row < tokens, 0.0).to(tl.float32)
-    rooted = key.to(tl.float32) * square_root(share, OPERAND)[:, None]
-    return tl.trans(to_operand(rooted, OPERAND, PRECISION))
+    return key.to(tl.float32) * square_root(share, OPERAND)[:, None]
+
+
+@triton.jit
+def _sum_rows(x: tl.tensor, sums: tl.tensor, OPERAND: tl.constexpr, PRECISION: tl.constexpr) -> tl.tensor:
+    """Sums [SIDE,SUM_WIDTH] and in every column all rows of x [R,SIDE], which in 16 bits is two operands."""
+    high = to_operand(x, OPERAND, PRECISION)
+    ones = tl.full((x.shape[0], SUM_WIDTH), 1.0, high.dtype)
+    if tl.float32 == OPERAND:  # what is added to a long sum should be a sum itself
+        sums += tl.dot(tl.trans(x), ones, input_precision="ieee")
+    else:
+        low = round_to(x - high.to(tl.float32), OPERAND)
+        sums = tl.dot(tl.trans(low), ones, tl.dot(tl.trans(high), ones, sums))
+    return sums
 
 
 @triton.jit
@@ -125,8 +137,8 @@ def _absorb_kernel(
             key = _load_rows(k + first, row, tokens, D, SIDE)
             value = as_operand(_load_values(v, row, tokens, v_token, D, SIDE), OPERAND, PRECISION)
             total = tl.dot(tl.trans(key), key, total, input_precision=PRECISION)
-            rooted = _rooted(key, beta, row, tokens, beta_token, OPERAND, PRECISION)
-            update = tl.dot(rooted, value, update, input_precision=PRECISION)
+            rooted = to_operand(_rooted(key, beta, row, tokens, beta_token, OPERAND), OPERAND, PRECISION)
+            update = tl.dot(tl.trans(rooted), value, update, input_precision=PRECISION)
         if DISCOUNT:
             weight = _discount(growth + frame * tokens, tokens)
             total *= weight
@@ -135,13 +147,11 @@ def _absorb_kernel(
         _store_square(updates, tl.trans(update), D)
     else:
         sums = tl.zeros((SIDE, SUM_WIDTH), tl.float32)
-        ones = tl.full((ROWS, SUM_WIDTH), 1.0, tl.float32 if INTERPRETED else OPERAND)
         for tile in tl.range(0, TILES, num_stages=STAGES):
             row = tile * ROWS + tl.arange(0, ROWS)
             key = _load_rows(plain + first, row, tokens, D, SIDE)
             total = tl.dot(tl.trans(key), key, total, input_precision=PRECISION)
-            rooted = _rooted(key, beta, row, tokens, beta_token, OPERAND, PRECISION)
-            sums = tl.dot(rooted, ones, sums, input_precision=PRECISION)
+            sums = _sum_rows(_rooted(key, beta, row, tokens, beta_token, OPERAND), sums, OPERAND, PRECISION)
         _store_square(transitions + D * D, to_operand(total, OPERAND, PRECISION), D)
         entry = tl.arange(0, SIDE)
         tl.store(updates + D * D + entry, tl.sum(sums, axis=1) / SUM_WIDTH, entry < D)
