@@ -22,6 +22,7 @@ from longtake.kernels import (
     inverse_rms,
     ray_matrices,
     short_conv,
+    ttt_linear,
 )
 
 BATCH, FRAMES, DIM = 1, 3, 112
@@ -54,6 +55,11 @@ def launch_every_kernel(device: torch.device, *, heads: int = 2, height: int = 3
         gdn_scan(q, k, v, beta, decay, norm="head", **norms, initial_state=state, out_state=state, **how)
         cam_branch(q, k, v, beta, decay, *places, *camera, **norms, initial_state=state.kv, **how)
         cam_scan(q, k, v, beta, decay, initial_state=state.kv, out_state=state.kv, **how)
+        leaf = qkv.detach().requires_grad_()
+        trained = norms | {"q_weight": weight.clone().requires_grad_()}
+        read = gdn_scan(*leaf.unbind(2), beta, decay, norm="full", **trained, **turns, initial_state=state, **how)
+        seen = cam_branch(*leaf.unbind(2), beta, decay, *places, *camera, **trained, initial_state=state.kv, **how)
+        torch.autograd.backward([read.out, read.denominator, seen.out], [read.out, read.denominator, seen.out])
     prepared = cam_prepare(q, k, v, *places, *camera, **norms)
     cam_discount(beta, prepared.inflation)
     cam_output(prepared.q, places[0], *camera, dtype=torch.bfloat16)
@@ -62,6 +68,14 @@ def launch_every_kernel(device: torch.device, *, heads: int = 2, height: int = 3
     numerator, denominator = prepared.q, uniform(BATCH, tokens, heads) + 1
     gdn_merge((numerator, denominator), (numerator, denominator), eps=1e-8, gate=q.contiguous(), dtype=torch.bfloat16)
     gate_merge(q.contiguous(), k.contiguous(), v.contiguous())
+    lengths = torch.tensor([0, 5, 5, tokens], device=device)
+    states = random(3, heads, DIM, DIM), random(3, heads, 1, DIM)
+    inner = {"w": weight.view(heads, DIM), "b": weight.view(heads, DIM), "eta": uniform(BATCH, tokens, heads) / 8}
+    for dtype, pack in ((torch.bfloat16, (*states, lengths)), (torch.float32, (None, None, None))):
+        leaves = (x.to(dtype, copy=True).requires_grad_() for x in (q, k, v, *inner.values()))
+        given = dict(zip(("initial_state", "initial_state_bias", "cu_seqlens"), pack, strict=True))
+        found = ttt_linear(*leaves, **given)
+        torch.autograd.backward(found, [y.detach() for y in found])
 
 
 def main() -> None:

@@ -30,6 +30,7 @@ from longtake.kernels.gdn import (
 from longtake.kernels.gdn.reference import Norm
 from longtake.kernels.norm import inverse_rms
 from longtake.kernels.scan.configurations import Precision
+from longtake.kernels.ttt import TttOutput, ttt_linear
 
 __all__ = [
     "Backend",
@@ -42,6 +43,7 @@ __all__ = [
     "Norm",
     "Precision",
     "ReverseInputs",
+    "TttOutput",
     "cam_branch",
     "cam_discount",
     "cam_output",
@@ -55,4 +57,5 @@ __all__ = [
     "inverse_rms",
     "ray_matrices",
     "short_conv",
+    "ttt_linear",
 ]

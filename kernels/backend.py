@@ -3,6 +3,7 @@
 import hashlib
 import os
 import warnings
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -59,8 +60,16 @@ def tested(device: torch.device) -> bool:
     return (properties.major, properties.minor) in CONFIGURATIONS
 
 
-def obstacle(*tensors: Tensor, dim: int = OCTET) -> str | None:
-    """Why the Triton kernels can not take the tensors, of that head dim; None: they can."""
+def wants_gradient(*tensors: Tensor | None) -> bool:
+    """Whether autograd is to follow what is done with any of the tensors."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def obstacle(*tensors: Tensor, dim: int = OCTET, trained: Sequence[Tensor] = ()) -> str | None:
+    """Why the Triton kernels can not take the tensors, of that head dim; None: they can.
+
+    `trained`: those of them that the kernels give a gradient.
+    """
     if not TRITON_INSTALLED:
         return "triton is not installed"
     if dim % OCTET or not 0 < dim <= MAX_DIM:
@@ -70,15 +79,16 @@ def obstacle(*tensors: Tensor, dim: int = OCTET) -> str | None:
     for x in tensors:
         if x.dtype not in OPERAND_DTYPES:
             return f"a tensor {tuple(x.shape)} of {x.dtype} is nothing for them"
-        if x.requires_grad and torch.is_grad_enabled():
+        if wants_gradient(x) and not any(x is y for y in trained):
             return f"they give no gradient, which a tensor {tuple(x.shape)} wants"
     return None
 
 
-def runs_triton(backend: Backend | None, *tensors: Tensor, dim: int = OCTET) -> bool:
+def runs_triton(backend: Backend | None, *tensors: Tensor, dim: int = OCTET, trained: Sequence[Tensor] = ()) -> bool:
     """Whether an operator on the tensors runs its Triton kernels: as requested, else where tested CUDA tensors can.
 
-    A GPU of an architecture that was never tested gets the reference, with a warning, unless Triton is requested.
+    `trained`: those of the tensors that the kernels give a gradient. A GPU of an architecture that was never tested
+    gets the reference, with a warning, unless Triton is requested.
 
     Raises:
         BackendError: Triton is requested and can not take the tensors.
@@ -86,7 +96,7 @@ def runs_triton(backend: Backend | None, *tensors: Tensor, dim: int = OCTET) -> 
     wanted = requested(backend)
     if wanted == "reference" or (wanted is None and not all(x.is_cuda for x in tensors)):
         return False
-    reason = obstacle(*tensors, dim=dim)
+    reason = obstacle(*tensors, dim=dim, trained=trained)
     if wanted == "triton" and reason:
         raise BackendError(f"the triton kernels can not run: {reason}")
     if reason is None and wanted is None and not tested(tensors[0].device):
@@ -94,6 +104,12 @@ def runs_triton(backend: Backend | None, *tensors: Tensor, dim: int = OCTET) -> 
         warnings.warn(f"the kernels were never tested on {name}: the reference computes", stacklevel=3)
         return False
     return reason is None
+
+
+def check_backward(backward: Backend | None, *, runs: bool) -> None:
+    """Raise `BackendError` for a backward pass that is no backend, or on the kernels where the forward pass is not."""
+    if backward is not None and requested(backward) == "triton" and not runs:
+        raise BackendError("backward 'triton' goes with the Triton kernels forward, and the reference runs")
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:

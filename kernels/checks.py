@@ -123,3 +123,11 @@ def starts(chunk_starts: Tensor | Sequence[int] | None, frames: int, device: tor
     if not numbers or numbers[0] != 0 or not rising or numbers[-1] >= frames:
         raise ValueError(f"chunk_starts must rise from 0 below {frames}, got {numbers}")
     return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
+
+
+def check_trained(inverse_rms: tuple[tuple[Tensor, Tensor] | None, ...], out_state: object) -> None:
+    """Raise `ValueError` for what a scan on the kernels does not take where a gradient is wanted."""
+    if any(rms is not None for rms in inverse_rms):
+        raise ValueError("inverse_rms is given where a gradient is wanted, which has to pass through it: leave it out")
+    if out_state is not None:
+        raise ValueError("out_state is written in place, which no gradient passes: leave it out")

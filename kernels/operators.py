@@ -16,9 +16,13 @@ KINDS: dict[object, str] = {
 }
 
 
-def schema(arguments: type[tuple[object, ...]], mutated: Sequence[str], results: int) -> str:
-    """Schema of an operator that takes the fields of a NamedTuple in order and returns some tensors."""
-    kinds = {name: KINDS[kind] for name, kind in get_type_hints(arguments).items()}
+Fields = type[tuple[object, ...]]
+"""A NamedTuple."""
+
+
+def schema(arguments: Sequence[Fields], mutated: Sequence[str], results: int) -> str:
+    """Schema of an operator that takes the fields of NamedTuples in order and returns some tensors."""
+    kinds = {name: KINDS[kind] for part in arguments for name, kind in get_type_hints(part).items()}
     for i, name in enumerate(mutated):
         kinds[name] = kinds[name].replace("Tensor", f"Tensor(a{i}!)")
     taken = ", ".join(f"{kind} {name}" for name, kind in kinds.items())
@@ -41,7 +45,7 @@ class Operator(NamedTuple):
 
 def operator(
     name: str,
-    arguments: type[tuple[object, ...]],
+    arguments: Fields,
     mutated: Sequence[str],
     results: int,
     run: Callable[..., Any],
@@ -51,7 +55,7 @@ def operator(
 
     def register(full_name: str, writes: Sequence[str]) -> Callable[..., Any]:
         defined = torch.library.custom_op(
-            f"longtake::{full_name}", run, mutates_args=writes, schema=schema(arguments, writes, results)
+            f"longtake::{full_name}", run, mutates_args=writes, schema=schema([arguments], writes, results)
         )
         defined.register_fake(fake)
         return defined

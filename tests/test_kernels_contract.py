@@ -117,16 +117,6 @@ def test_only_the_reference_takes_float64(name: str) -> None:
     assert all(y.dtype == torch.float64 for y in tensors(SCANS[name].public(**wide)))
 
 
-@each_scan
-def test_what_needs_a_gradient_gets_it_from_the_reference(name: str) -> None:
-    x = draw(name, ONE, FP32, MODES[name][0])
-    x["v"].requires_grad_()
-    with pytest.raises(BackendError, match="gradient"):
-        SCANS[name].public(**x, backend="triton")
-    tensors(SCANS[name].public(**x))[0].sum().backward()
-    assert x["v"].grad is not None
-
-
 Change = Callable[[Arguments], Arguments]
 MISFITS: dict[str, tuple[str, Change, str]] = {
     "direction": ("both", lambda x: {"direction": "backward"}, "direction is one of"),

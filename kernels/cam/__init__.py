@@ -8,16 +8,18 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from longtake.kernels.backend import Backend, check_precision, runs_triton
+from longtake.kernels.backend import Backend, check_backward, check_precision, runs_triton, wants_gradient
 from longtake.kernels.cam import reference
 from longtake.kernels.cam.geometry import ray_matrices
 from longtake.kernels.cam.prepare import cam_discount, cam_output, cam_prepare
 from longtake.kernels.cam.prepare_reference import CamTokens, check_prepare
+from longtake.kernels.cam.prepare_reference import cam_output as return_tokens
 from longtake.kernels.cam.reference import CamOutput, check_cam
-from longtake.kernels.checks import check_scan, pair, require_tensor, starts
+from longtake.kernels.checks import check_scan, check_trained, pair, require_tensor, starts
 from longtake.kernels.delta import Direction, ReverseInputs, ScanInputs, check_reverse
 from longtake.kernels.gdn.reference import Norm
 from longtake.kernels.scan.configurations import Precision
+from longtake.kernels.scan.inputs import Activation, Positions
 
 __all__ = [
     "CamOutput",
@@ -46,6 +48,7 @@ def cam_scan(
     reverse: ReverseInputs | None = None,
     precision: Precision = "bf16",
     backend: Backend | None = None,
+    backward: Backend | None = None,
 ) -> CamOutput:
     """The delta rule without a normaliser, in one direction or both: `gdn_scan`'s numerator of given queries and keys.
 
@@ -57,6 +60,7 @@ def cam_scan(
         out_state: takes the final state; may be `initial_state`.
         precision: of the Triton kernels' products; the reference computes in fp32 or better.
         backend: "reference", or "triton" with D % 8 = 0 and D ≤ 128; None: as LONGTAKE_KERNELS or the device says.
+        backward: as in `gdn_scan`.
         None of the arguments but `out_state` is changed.
 
     Returns:
@@ -74,9 +78,10 @@ def cam_scan(
         if state is not None:
             require_tensor(name, state)
     others = (None,) * 5 if reverse is None else reverse[:5]
-    if not runs_triton(
-        backend, *(x for x in (*inputs[:5], initial_state, out_state, *others) if x is not None), dim=q.shape[-1]
-    ):
+    present = [x for x in (*inputs[:5], initial_state, out_state, *others) if x is not None]
+    runs = runs_triton(backend, *present, dim=q.shape[-1], trained=present)
+    check_backward(backward, runs=runs)
+    if not runs:
         return reference.cam_scan(
             q,
             k,
@@ -93,6 +98,12 @@ def cam_scan(
     check_scan(q, k, v, beta, decay, frame_beta=True)
     check_cam(inputs, direction, initial_state, out_state, slots, reverse)
     first = starts(chunk_starts, decay.shape[2], q.device)
+    if wants_gradient(*present):
+        from longtake.kernels.cam import training
+
+        check_trained((), out_state)
+        walk = training.Walk(direction, initial_state, slots, first, precision, backward)
+        return training.cam_scan(inputs, None if reverse is None else inputs.replaced(reverse), walk)
     from longtake.kernels.cam import ops
 
     memory, writes = (initial_state, out_state, slots, first), out_state is not None
@@ -128,6 +139,7 @@ def cam_branch(
     chunk_starts: Tensor | Sequence[int] | None = None,
     precision: Precision = "bf16",
     backend: Backend | None = None,
+    backward: Backend | None = None,
 ) -> CamOutput:
     """The camera branch from raw q, k, v: `cam_prepare`, `cam_discount`, `cam_scan` and `cam_output` in one call.
 
@@ -138,6 +150,7 @@ def cam_branch(
         discount: divide β by the growth of the keys. output_transform: return into each token's own ray frame.
         precision: of the Triton kernels' products; the reference computes in fp32 or better.
         backend: "reference", or "triton" with D % 8 = 0 and D ≤ 128; None: as LONGTAKE_KERNELS or the device says.
+        backward: as in `gdn_scan`; the reference also gives the gradients of the projections.
         None of the arguments but `out_state` is changed.
 
     Returns:
@@ -151,7 +164,11 @@ def cam_branch(
     positions, weights = (projection, projection_inverse, cos, sin), (q_weight, k_weight)
     rms = pair("inverse_rms", inverse_rms, "q and k")
     given = (q, k, v, beta, decay, *positions, *weights, *rms, initial_state, out_state)
-    if not runs_triton(backend, *(x for x in given if x is not None), dim=q.shape[-1]):
+    present = [x for x in given if x is not None]
+    trained = [x for x in present if not any(x is y for y in positions)]
+    runs = runs_triton(backend, *present, dim=q.shape[-1], trained=trained)
+    check_backward(backward, runs=runs)
+    if not runs:
         return reference.cam_branch(
             q,
             k,
@@ -177,6 +194,17 @@ def cam_branch(
     tables = check_prepare(q, k, v, *positions, norm, *weights, inverse_rms) or (None, None)
     check_cam(ScanInputs(q, k, v, beta, decay), direction, initial_state, out_state, slots, None)
     first = starts(chunk_starts, decay.shape[2], q.device)
+    if wants_gradient(*trained):
+        from longtake.kernels.cam import training
+
+        check_trained((inverse_rms,), out_state)
+        activation = Activation(norm, weights, norm_eps, None, relu=True, k_scale=k_scale)
+        placed = Positions(training.camera_tables(tables[0], tables[1], q), (projection, projection_inverse))
+        walk = training.Walk(direction, initial_state, slots, first, precision, backward)
+        inputs = ScanInputs(q, k, v, beta, decay)
+        out, state = training.cam_branch(inputs, activation, placed, walk, discount=discount)
+        out = return_tokens(out, projection, cos, sin) if output_transform else out
+        return CamOutput(out.to(v.dtype), state)
     from longtake.kernels.cam import ops
 
     norms = (norm, *weights, norm_eps, *rms, k_scale)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from longtake.kernels.backend import Backend, check_precision, runs_triton
-from longtake.kernels.checks import check_scan, pair, starts
+from longtake.kernels.backend import Backend, check_backward, check_precision, runs_triton, wants_gradient
+from longtake.kernels.checks import check_scan, check_trained, pair, starts
 from longtake.kernels.delta import Direction, ReverseInputs, ScanInputs, check_direction, check_reverse, check_states
 from longtake.kernels.gdn import reference
 from longtake.kernels.gdn.gates import frame_gates
@@ -18,6 +18,7 @@ from longtake.kernels.gdn.reference import GdnOutput, GdnState, Norm, check_gate
 from longtake.kernels.gdn.short_conv import short_conv
 from longtake.kernels.rope import pair_tables
 from longtake.kernels.scan.configurations import Precision
+from longtake.kernels.scan.inputs import Activation, Positions
 
 __all__ = [
     "GdnOutput",
@@ -57,6 +58,7 @@ def gdn_scan(
     reverse: ReverseInputs | None = None,
     precision: Precision = "bf16",
     backend: Backend | None = None,
+    backward: Backend | None = None,
 ) -> GdnOutput:
     """The recurrence in one direction or both: numerator and denominator, or their quotient.
 
@@ -82,6 +84,9 @@ def gdn_scan(
             of every chunk but the first are never absorbed, whatever they hold.
         precision: of the Triton kernels' products; the reference computes in fp32 or better.
         backend: "reference", or "triton" with D % 8 = 0 and D ≤ 128; None: as LONGTAKE_KERNELS or the device says.
+        backward: of the backward pass of the Triton kernels, "triton" or "reference"; None: "triton". They give every
+            gradient but that of `cos` and `sin`, which the reference gives, compute the RMS norm themselves and write
+            no `out_state` where a gradient is wanted. Autocast changes nothing: products are of the `precision`.
         None of the arguments but `out_state` is changed.
 
     Returns:
@@ -101,7 +106,11 @@ def gdn_scan(
     rms = pair("inverse_rms", inverse_rms, "q and k")
     back_rms = pair("reverse inverse_rms", back.inverse_rms, "q and k")
     given = (*inputs[:5], q_weight, k_weight, *rms, cos, sin, gate, *states, *back[:5], *back_rms)
-    if not runs_triton(backend, *(x for x in given if x is not None), dim=q.shape[-1]):
+    present = [x for x in given if x is not None]
+    trained = [x for x in present if x is not cos and x is not sin]
+    runs = runs_triton(backend, *present, dim=q.shape[-1], trained=trained)
+    check_backward(backward, runs=runs)
+    if not runs:
         return reference.gdn_scan(
             q,
             k,
@@ -131,15 +140,24 @@ def gdn_scan(
     check_norm(q, norm, None, None, back.inverse_rms)
     check_gate(gate, eps, q)
     check_states(q, direction, initial_state, out_state, slots)
-    tables = pair_tables(cos, sin, q, q.shape[-1]) or (None, None)
+    tables = pair_tables(cos, sin, q, q.shape[-1])
     first = starts(chunk_starts, decay.shape[2], q.device)
+    if wants_gradient(*given):
+        from longtake.kernels.gdn import training
+
+        check_trained((inverse_rms, back.inverse_rms), out_state)
+        activation = Activation(norm, (q_weight, k_weight), norm_eps, None, relu=True, k_scale=k_scale)
+        positions = None if tables is None else Positions(tables, None)
+        shared = training.How(activation, positions, first, precision, backward)
+        found = training.gdn_scan(inputs, None if reverse is None else back, shared, direction, initial_state, slots)
+        return training.finished(found, eps, gate, v.dtype)
     from longtake.kernels.gdn import ops
 
     norms = (norm, q_weight, k_weight, norm_eps, *rms, k_scale)
     others = (None,) * 7 if reverse is None else (*reverse[:5], *(reverse.inverse_rms or (None, None)))
     memory, how = (*states, slots, first), (direction, reverse is not None, precision)
     out, denominator, *made = ops.gdn_scan(
-        *inputs[:5], *norms, *tables, eps, gate, *memory, *others, *how, writes=out_state is not None
+        *inputs[:5], *norms, *(tables or (None, None)), eps, gate, *memory, *others, *how, writes=out_state is not None
     )
     state = GdnState(*states[2:]) if out_state else (None if direction == "reverse" else GdnState(*made))
     return GdnOutput(out, denominator if eps is None else None, state)

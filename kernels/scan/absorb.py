@@ -35,7 +35,7 @@ GROWTH_BLOCK = tl.constexpr(1024)
 
 
 @triton.jit
-def _load_rows(x: tl.tensor, row: tl.tensor, tokens: tl.tensor, D: tl.constexpr, SIDE: tl.constexpr) -> tl.tensor:
+def load_rows(x: tl.tensor, row: tl.tensor, tokens: tl.tensor, D: tl.constexpr, SIDE: tl.constexpr) -> tl.tensor:
     """Some tokens of a frame, [R,SIDE]."""
     col = tl.arange(0, SIDE)
     tile = tl.load(x + row[:, None] * D + col[None, :], (row < tokens)[:, None] & (col < D)[None, :], 0.0)
@@ -43,7 +43,7 @@ def _load_rows(x: tl.tensor, row: tl.tensor, tokens: tl.tensor, D: tl.constexpr,
 
 
 @triton.jit
-def _load_values(
+def load_tokens(
     v: tl.tensor, row: tl.tensor, tokens: tl.tensor, stride: tl.tensor, D: tl.constexpr, SIDE: tl.constexpr
 ) -> tl.tensor:
     """Values of some tokens of a frame, [R,SIDE]; stride in units of 8 elements."""
@@ -88,7 +88,7 @@ def _discount(growth: tl.tensor, tokens: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _store_square(out: tl.tensor, block: tl.tensor, D: tl.constexpr) -> None:
+def store_square(out: tl.tensor, block: tl.tensor, D: tl.constexpr) -> None:
     row = tl.arange(0, block.shape[0])
     inside = (row < D)[:, None] & (row < D)[None, :]
     tl.store(out + row[:, None] * D + row[None, :], block, inside)
@@ -134,8 +134,8 @@ def _absorb_kernel(
         v += (memory // heads * v_batch + memory % heads * v_head + frame % frames * tokens * v_token) * 8
         for tile in tl.range(0, TILES, num_stages=STAGES):
             row = tile * ROWS + tl.arange(0, ROWS)
-            key = _load_rows(k + first, row, tokens, D, SIDE)
-            value = as_operand(_load_values(v, row, tokens, v_token, D, SIDE), OPERAND, PRECISION)
+            key = load_rows(k + first, row, tokens, D, SIDE)
+            value = as_operand(load_tokens(v, row, tokens, v_token, D, SIDE), OPERAND, PRECISION)
             total = tl.dot(tl.trans(key), key, total, input_precision=PRECISION)
             rooted = to_operand(_rooted(key, beta, row, tokens, beta_token, OPERAND), OPERAND, PRECISION)
             update = tl.dot(tl.trans(rooted), value, update, input_precision=PRECISION)
@@ -143,16 +143,16 @@ def _absorb_kernel(
             weight = _discount(growth + frame * tokens, tokens)
             total *= weight
             update *= weight
-        _store_square(transitions, to_operand(total, OPERAND, PRECISION), D)
-        _store_square(updates, tl.trans(update), D)
+        store_square(transitions, to_operand(total, OPERAND, PRECISION), D)
+        store_square(updates, tl.trans(update), D)
     else:
         sums = tl.zeros((SIDE, SUM_WIDTH), tl.float32)
         for tile in tl.range(0, TILES, num_stages=STAGES):
             row = tile * ROWS + tl.arange(0, ROWS)
-            key = _load_rows(plain + first, row, tokens, D, SIDE)
+            key = load_rows(plain + first, row, tokens, D, SIDE)
             total = tl.dot(tl.trans(key), key, total, input_precision=PRECISION)
             sums = _sum_rows(_rooted(key, beta, row, tokens, beta_token, OPERAND), sums, OPERAND, PRECISION)
-        _store_square(transitions + D * D, to_operand(total, OPERAND, PRECISION), D)
+        store_square(transitions + D * D, to_operand(total, OPERAND, PRECISION), D)
         entry = tl.arange(0, SIDE)
         tl.store(updates + D * D + entry, tl.sum(sums, axis=1) / SUM_WIDTH, entry < D)
 

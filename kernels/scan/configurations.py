@@ -28,7 +28,7 @@ class Reading(NamedTuple):
 
 
 class Configuration(NamedTuple):
-    """Operands and their dot precision, tiles and warps of the four kernels."""
+    """Operands and their dot precision, tiles and warps of the four kernels, and of `keys` in the backward pass."""
 
     operand: torch.dtype
     dot: str
@@ -43,6 +43,8 @@ class Configuration(NamedTuple):
     remember_stages: int
     read: Reading
     read_without_normaliser: Reading
+    keys: Reading
+    keys_columns: int
 
 
 HOPPER_BF16 = Configuration(
@@ -59,6 +61,8 @@ HOPPER_BF16 = Configuration(
     remember_stages=3,
     read=Reading(32, 7, warps=4, registers=168, turned=True),
     read_without_normaliser=Reading(64, 7, warps=4, registers=168),
+    keys=Reading(64, 4, warps=8),
+    keys_columns=128,
 )
 HOPPER_TF32 = HOPPER_BF16._replace(
     operand=torch.float32,
@@ -70,6 +74,8 @@ HOPPER_TF32 = HOPPER_BF16._replace(
     remember_warps=8,
     read=Reading(16, 14, warps=4),
     read_without_normaliser=Reading(16, 14, warps=4),
+    keys=Reading(16, 14, warps=4),
+    keys_columns=32,
 )
 HOPPER_IEEE = HOPPER_TF32._replace(
     dot="ieee",
@@ -77,6 +83,7 @@ HOPPER_IEEE = HOPPER_TF32._replace(
     remember_warps=16,
     read=Reading(16, 14, warps=8),
     read_without_normaliser=Reading(16, 14, warps=8),
+    keys=Reading(16, 14, warps=8),
 )
 CONFIGURATIONS: dict[tuple[int, int], dict[Precision, Configuration]] = {
     (9, 0): {

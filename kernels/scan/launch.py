@@ -12,7 +12,7 @@ from longtake.kernels.scan.configurations import Precision
 from longtake.kernels.scan.inputs import Scan
 from longtake.kernels.scan.prepare import prepare
 from longtake.kernels.scan.read import read
-from longtake.kernels.scan.remember import Memory, remember
+from longtake.kernels.scan.remember import Memory, Snapshots, remember
 from longtake.kernels.triton_tiles import ALIGNMENT, aligned, check_operands
 
 TENSOR_CORES_OF_FP32 = (8, 0)
@@ -48,6 +48,13 @@ class Results(NamedTuple):
     state: Memory | None
 
 
+class Saved(NamedTuple):
+    """What a forward pass leaves for its backward pass: P of every frame, and what every frame read."""
+
+    transitions: Tensor
+    snapshots: Snapshots
+
+
 def check_device(precision: Precision, device: torch.device) -> None:
     """Raise `BackendError` where the GPU has no instructions for the precision."""
     if device.type != "cuda" or precision == "ieee":
@@ -69,9 +76,9 @@ def launch(scan: Scan, states: States, finish: Finish, reverse: Scan | None = No
     check_operands(scan.q, scan.k, scan.v)
     check_device(scan.precision, scan.q.device)
     if reverse is None:
-        return _run(scan, states, finish)
-    found = _run(scan._replace(direction="forward"), states, Finish())
-    other = _run(reverse, States(starts=states.starts), Finish())
+        return run(scan, states, finish)[0]
+    found, _ = run(scan._replace(direction="forward"), states, Finish())
+    other, _ = run(reverse, States(starts=states.starts), Finish())
     return _added(found, other, finish)
 
 
@@ -85,14 +92,16 @@ def _added(one: Results, other: Results, finish: Finish) -> Results:
     return Results(one.out.add_(other.out), one.denominator, one.state)
 
 
-def _run(scan: Scan, states: States, finish: Finish) -> Results:
-    scan, finish = _ready(scan), based(finish)
+def run(scan: Scan, states: States, finish: Finish) -> tuple[Results, Saved]:
+    """One scan, and what its backward pass needs; operands and device were checked."""
+    scan, finish = ready(scan), based(finish)
     fresh = _empty_state(scan) if states.out is None and scan.direction != "reverse" else None
     final = based(states.out or fresh)
     operands = prepare(scan)
+    records = absorb(scan, operands)
     snapshots = remember(
         scan,
-        absorb(scan, operands),
+        records,
         state=based(states.initial),
         final=final,
         slots=based(states.slots),
@@ -103,10 +112,10 @@ def _run(scan: Scan, states: States, finish: Finish) -> Results:
         if given is not None and given is not written:
             given.copy_(written)
     reads = read(scan, operands, snapshots, **finish._asdict())
-    return Results(*reads, fresh)
+    return Results(*reads, fresh), Saved(records.transitions, snapshots)
 
 
-def _ready(scan: Scan) -> Scan:
+def ready(scan: Scan) -> Scan:
     """The scan with every tensor as the kernels take it."""
     q, k, v = (aligned(x) for x in (scan.q, scan.k, scan.v))
     return Scan(q, k, v, *based(scan[3:]))

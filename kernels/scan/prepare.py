@@ -1,7 +1,8 @@
 """First step of a scan: every token's k as an operand of the products that follow, all heads of a token at once.
 
 k gets its norm, ReLU, scale, position and √β, so that P = Kᵀ·diag(β)·K stays symmetric when its operands are rounded.
-q and v are prepared where the camera maps them. Operands lie head by head, [B,H,N,D].
+q and v are prepared where the camera maps them. Operands lie head by head, [B,H,N,D]. A backward pass wants q, and k
+without √β.
 """
 
 from typing import NamedTuple
@@ -46,6 +47,7 @@ def _prepare_kernel(
     sin: tl.tensor,
     q_out: tl.tensor,
     rms_out: tl.tensor,
+    plain_q_out: tl.tensor,
     k_out: tl.tensor,
     plain_out: tl.tensor,
     v_out: tl.tensor,
@@ -79,6 +81,7 @@ def _prepare_kernel(
     POSITIONS: tl.constexpr,
     NORMALISER: tl.constexpr,
     DISCOUNT: tl.constexpr,
+    BACKWARD: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
     """One token: program (batch, token), which takes its heads in GROUPS groups of HEADS."""
@@ -98,14 +101,16 @@ def _prepare_kernel(
     v += (batch * v_batch + place * v_token) * 8
     beta += (batch * heads * frames + place // tokens) * beta_frame + place % tokens * beta_token
     growth += batch * heads * all_tokens + place
-    if POSITIONS == CAMERA or (NORM == FULL_NORM and not GIVEN):
+    if POSITIONS == CAMERA or BACKWARD or (NORM == FULL_NORM and not GIVEN):
         inverse = inverse_rms(q, q_rms + token, q_head, heads, eps, NORM, GIVEN, D, SIDE, HEADS, GROUPS)
-        if POSITIONS == CAMERA:
+        if POSITIONS == CAMERA or BACKWARD:
             position = position_of(matrix, cos, sin, True, 1.0, POSITIONS, D, SIDE)
             for group in range(GROUPS):
                 head = group * HEADS + tl.arange(0, HEADS)
                 x = load_heads(q, head, q_head, heads, D, SIDE)
                 x = activate_heads(x, q_weight, inverse, head, heads, eps, 1.0, NORM, Q_WEIGHTED, RELU, D, SIDE)
+                if BACKWARD and NORMALISER and POSITIONS != 0:
+                    store_heads(plain_q_out + out, x, head, heads, size, D, PRECISION)
                 store_heads(q_out + out, place_heads(x, position, POSITIONS), head, heads, size, D, PRECISION)
         else:
             tl.store(rms_out + token, inverse)
@@ -113,8 +118,10 @@ def _prepare_kernel(
     inverse = inverse_rms(k, k_rms + token, k_head, heads, eps, NORM, GIVEN, D, SIDE, HEADS, GROUPS)
     for group in range(GROUPS):
         head = group * HEADS + tl.arange(0, HEADS)
-        share = tl.load(beta + head * frames * beta_frame, head < heads, 0.0).to(tl.float32)
-        root = square_root(share, k_out.dtype.element_ty)[:, None]
+        root = tl.full((HEADS, 1), 1.0, tl.float32)
+        if not BACKWARD:
+            share = tl.load(beta + head * frames * beta_frame, head < heads, 0.0).to(tl.float32)
+            root = square_root(share, k_out.dtype.element_ty)[:, None]
         lift = scale if DISCOUNT else scale * root  # growth is of the keys without β
         x = load_heads(k, head, k_head, heads, D, SIDE)
         x = activate_heads(x, k_weight, inverse, head, heads, eps, lift, NORM, K_WEIGHTED, RELU, D, SIDE)
@@ -135,19 +142,21 @@ class Operands(NamedTuple):
     """k with its position and k without (the same where there is none), each times √β, [B,H,N,D].
 
     `v` and `q` [B,N,H,D] are with their positions for the camera, else as they were given. `q_rms` [B,N] is the inverse
-    RMS of q with the full norm; `growth` [B,H,N] is ‖k after‖²/‖k before‖² of its position where it is wanted.
+    RMS of q with the full norm; `growth` [B,H,N] is ‖k after‖²/‖k before‖² of its position where it is wanted. For a
+    backward pass k is without √β, q always with its position, and `plain_q` [B,H,N,D] is q without, as k is.
     """
 
     k: Tensor
     plain: Tensor
     v: Tensor
     q: Tensor
+    plain_q: Tensor
     q_rms: Tensor | None
     growth: Tensor | None
 
 
-def prepare(scan: Scan) -> Operands:
-    """Operands of a scan, in the operand dtype of its precision."""
+def prepare(scan: Scan, *, backward: bool = False) -> Operands:
+    """Operands of a scan, or of its backward pass, in the operand dtype of its precision."""
     batch, count, heads, dim = scan.q.shape
     activation, positions, config = scan.activation, scan.positions, scan.configuration
     camera = positions is not None and positions.matrices is not None
@@ -157,10 +166,12 @@ def prepare(scan: Scan) -> Operands:
 
     k = empty()
     plain = empty() if scan.normaliser and positions else k
-    q, v = (empty(), empty()) if camera else (k, k)
+    v = empty() if camera else k
+    q = empty() if camera or backward else k
+    plain_q = empty() if backward and scan.normaliser and positions else q
     growth = scan.q.new_empty((batch, heads, count), dtype=torch.float32) if scan.discount else None
     given = activation.rms
-    computed = activation.norm == "full" and given is None and not camera
+    computed = activation.norm == "full" and given is None and not camera and not backward
     q_rms = scan.q.new_empty((batch, count), dtype=torch.float32) if computed else (given[0] if given else None)
     q_weight, k_weight = activation.weights
     tables, stand_in = positions.tables if positions else None, scan.decay
@@ -178,6 +189,7 @@ def prepare(scan: Scan) -> Operands:
         *(tables or (stand_in, stand_in)),
         q,
         stand_in if q_rms is None else q_rms,
+        plain_q,
         k,
         plain,
         v,
@@ -204,8 +216,10 @@ def prepare(scan: Scan) -> Operands:
         POSITIONS=positions.kind if positions else 0,
         NORMALISER=scan.normaliser,
         DISCOUNT=scan.discount,
+        BACKWARD=backward,
         PRECISION=config.dot,
         num_warps=config.prepare_warps,
     )
-    placed = (v.transpose(1, 2), q.transpose(1, 2)) if camera else (scan.v, scan.q)
-    return Operands(k, plain, *placed, q_rms, growth)
+    placed_v = v.transpose(1, 2) if camera else scan.v
+    placed_q = q.transpose(1, 2) if camera or backward else scan.q
+    return Operands(k, plain, placed_v, placed_q, plain_q, q_rms, growth)

@@ -24,7 +24,7 @@ def _latest_start(starts: tl.tensor, chunk: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _load_transition(transition: tl.tensor, D: tl.constexpr, SIDE: tl.constexpr) -> tl.tensor:
+def load_transition(transition: tl.tensor, D: tl.constexpr, SIDE: tl.constexpr) -> tl.tensor:
     """P of a frame, [SIDE,SIDE]."""
     key = tl.arange(0, SIDE)
     inside = (key < D)[:, None] & (key < D)[None, :]
@@ -33,7 +33,7 @@ def _load_transition(transition: tl.tensor, D: tl.constexpr, SIDE: tl.constexpr)
 
 
 @triton.jit
-def _erased(memory: tl.tensor, transition: tl.tensor, OPERAND: tl.constexpr, PRECISION: tl.constexpr) -> tl.tensor:
+def erase(memory: tl.tensor, transition: tl.tensor, OPERAND: tl.constexpr, PRECISION: tl.constexpr) -> tl.tensor:
     """M·P; a 16-bit product takes M as the sum of two operands, so that no bit of the state is lost in it."""
     high = to_operand(memory, OPERAND, PRECISION)
     erased = tl.dot(high, transition, input_precision=PRECISION)
@@ -66,10 +66,10 @@ def _remember_values(
     if reverse:
         tl.store(snapshots + frame * D * D + slab, round_to(memory, snapshots.dtype.element_ty), valid)
     for _ in tl.range(0, FRAMES if INTERPRETED else frames, num_stages=STAGES):
-        transition = _load_transition(transitions + frame * P_STRIDE, D, SIDE)
+        transition = load_transition(transitions + frame * P_STRIDE, D, SIDE)
         update = tl.load(updates + frame * A_STRIDE + slab, valid, 0.0)
         memory = tl.load(decay + frame).to(tl.float32) * memory
-        memory += update - _erased(memory, transition, OPERAND, PRECISION)
+        memory += update - erase(memory, transition, OPERAND, PRECISION)
         fresh = reverse & (start == frame)
         memory = tl.where(fresh, 0.0, memory)
         chunk -= fresh.to(tl.int32)
@@ -97,7 +97,7 @@ def _remember_normaliser(
     if reverse:
         tl.store(snapshots + frame * D + key, z, key < D)
     for _ in tl.range(0, FRAMES if INTERPRETED else frames, num_stages=STAGES):
-        transition = _load_transition(transitions + frame * 2 * D * D, D, SIDE).to(tl.float32)
+        transition = load_transition(transitions + frame * 2 * D * D, D, SIDE).to(tl.float32)
         update = tl.load(updates + frame * (D + 1) * D + key, key < D, 0.0)
         z = tl.load(decay + frame).to(tl.float32) * z
         z += update - tl.sum(transition * z[:, None], axis=0)

@@ -1,0 +1,94 @@
+"""First step of the backward pass: what the reads of a frame hand back to its memory, B = dNᵀ·Q̃ and b = Qᵀ·dd."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from longtake.kernels.scan.absorb import load_rows, load_tokens, store_square
+from longtake.kernels.scan.inputs import Scan
+from longtake.kernels.scan.prepare import Operands
+from longtake.kernels.triton_tiles import octet_strides, padded, to_operand
+
+SUMMED_ROWS = tl.constexpr(16)
+"""Of queries that are summed one by one: a thread's own rows are added before they take registers."""
+
+
+@triton.jit(do_not_specialize=["heads", "frames", "tokens", "g_batch", "g_token", "g_head"])
+def _receive_kernel(
+    q: tl.tensor,
+    plain_q: tl.tensor,
+    grad: tl.tensor,
+    denominator_grad: tl.tensor,
+    received: tl.tensor,
+    heads: int,
+    frames: int,
+    tokens: int,
+    g_batch: int,
+    g_token: int,
+    g_head: int,
+    D: tl.constexpr,
+    SIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+    STAGES: tl.constexpr,
+    NORMALISER: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """One frame of one head: program (frame of a head; B or b)."""
+    frame = tl.program_id(0).to(tl.int64)
+    memory = frame // frames
+    batch, head, place = memory // heads, memory % heads, frame % frames
+    first = frame * tokens * D
+    received += frame * (D + 1 if NORMALISER else D) * D
+    if tl.program_id(1) == 0:
+        grad += (batch * g_batch + head * g_head + place * tokens * g_token) * 8
+        total = tl.zeros((SIDE, SIDE), tl.float32)
+        for tile in tl.range(0, TILES, num_stages=STAGES):
+            row = tile * ROWS + tl.arange(0, ROWS)
+            query = load_rows(q + first, row, tokens, D, SIDE)
+            back = to_operand(
+                load_tokens(grad, row, tokens, g_token, D, SIDE).to(tl.float32), q.dtype.element_ty, PRECISION
+            )
+            total = tl.dot(tl.trans(back), query, total, input_precision=PRECISION)
+        store_square(received, total, D)
+    else:
+        denominator_grad += (batch * frames + place) * tokens * heads + head
+        sums = tl.zeros((SUMMED_ROWS, SIDE), tl.float32)
+        for tile in tl.range(0, TILES, num_stages=STAGES):
+            row = tile * ROWS + tl.arange(0, ROWS)
+            query = load_rows(plain_q + first, row, tokens, D, SIDE).to(tl.float32)
+            query *= tl.load(denominator_grad + row * heads, row < tokens, 0.0)[:, None]
+            sums += tl.sum(tl.reshape(query, (ROWS // SUMMED_ROWS, SUMMED_ROWS, SIDE)), axis=0)
+        entry = tl.arange(0, SIDE)
+        tl.store(received + D * D + entry, tl.sum(sums, axis=0), entry < D)
+
+
+def receive(scan: Scan, operands: Operands, grad: Tensor, denominator_grad: Tensor | None) -> Tensor:
+    """B and, with a normaliser, b of every frame, [B·H·F,D or D + 1,D] fp32, B with values before keys.
+
+    `operands` of a backward pass; `grad` [B,N,H,D] of the numerator, aligned; `denominator_grad` [B,N,H] fp32.
+    """
+    config, dim = scan.configuration, scan.dim
+    count = scan.memories * scan.frames
+    received = scan.q.new_empty((count, dim + scan.normaliser, dim), dtype=torch.float32)
+    _receive_kernel[(count, 1 + scan.normaliser)](
+        operands.q,
+        operands.plain_q,
+        grad,
+        scan.decay if denominator_grad is None else denominator_grad,
+        received,
+        scan.decay.shape[1],
+        scan.frames,
+        scan.tokens,
+        *octet_strides(grad),
+        D=dim,
+        SIDE=padded(dim),
+        ROWS=config.absorb_rows,
+        TILES=triton.cdiv(scan.tokens, config.absorb_rows),
+        STAGES=config.absorb_stages,
+        NORMALISER=scan.normaliser,
+        PRECISION=config.dot,
+        num_warps=config.absorb_warps,
+    )
+    return received

@@ -1,0 +1,207 @@
+"""A scan with a gradient, as a custom operator: numerator, denominator and final state, no more.
+
+Quotients, gates, ray frames and sums of two scans are left to PyTorch and its autograd.
+"""
+
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from longtake.kernels.backend import on_device_of
+from longtake.kernels.operators import schema
+from longtake.kernels.scan.backward.launch import Upstream, scan_gradients
+from longtake.kernels.scan.configurations import Precision
+from longtake.kernels.scan.inputs import Activation, Direction, Norm, Positions, Scan
+from longtake.kernels.scan.launch import Finish, Results, Saved, States, check_device, ready, run
+from longtake.kernels.scan.remember import Memory, Snapshots
+from longtake.kernels.scan.training_reference import reference_gradients
+from longtake.kernels.triton_tiles import aligned, check_operands
+
+
+class Trained(NamedTuple):
+    """Checked arguments of a scan with a gradient, flat; `cos` and `sin` as tables of pairs. `backward`: a backend."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor
+    decay: Tensor
+    q_weight: Tensor | None
+    k_weight: Tensor | None
+    kv: Tensor | None
+    z: Tensor | None
+    cos: Tensor | None
+    sin: Tensor | None
+    projection: Tensor | None
+    projection_inverse: Tensor | None
+    starts: Tensor | None
+    norm: str
+    norm_eps: float
+    relu: bool
+    k_scale: float
+    normaliser: bool
+    discount: bool
+    direction: str
+    precision: str
+    backward: str
+
+
+class Kept(NamedTuple):
+    """What a backward pass is given beside the arguments; gradients are None where nothing came."""
+
+    transitions: Tensor
+    snapshots: Tensor
+    z_snapshots: Tensor
+    numerator: Tensor | None
+    denominator: Tensor | None
+    final_kv: Tensor | None
+    final_z: Tensor | None
+
+
+DIFFERENTIABLE = 9
+"""The first arguments, which have a gradient."""
+
+
+def _scan(x: Trained) -> Scan:
+    positions = None
+    if x.cos is not None and x.sin is not None:
+        matrices = None
+        if x.projection is not None and x.projection_inverse is not None:
+            matrices = (x.projection, x.projection_inverse)
+        positions = Positions((x.cos, x.sin), matrices)
+    weights = (x.q_weight, x.k_weight)
+    activation = Activation(cast(Norm, x.norm), weights, x.norm_eps, None, relu=x.relu, k_scale=x.k_scale)
+    direction, precision = cast(Direction, x.direction), cast(Precision, x.precision)
+    tokens = (x.q, x.k, x.v, x.beta, x.decay)
+    return Scan(*tokens, activation, positions, x.normaliser, x.discount, direction, precision)
+
+
+def _memory(kv: Tensor | None, z: Tensor | None) -> Memory | None:
+    return None if kv is None else Memory(kv, z)
+
+
+def _or_nothing(x: Tensor | None, like: Tensor) -> Tensor:
+    return like.new_empty(0) if x is None else x
+
+
+def _run(*arguments: Any) -> tuple[Tensor, ...]:  # noqa: ANN401
+    """Numerator, denominator, KV, Z, and what is saved."""
+    x = Trained(*arguments)
+    check_operands(x.q, x.k, x.v)
+    check_device(cast(Precision, x.precision), x.q.device)
+    with on_device_of(x.q):
+        found, saved = run(_scan(x), States(_memory(x.kv, x.z), starts=x.starts), Finish())
+    made = found.state or Memory(x.decay.new_empty(0), None)
+    results = (found.out, found.denominator, *made, saved.transitions, *saved.snapshots)
+    return tuple(_or_nothing(y, found.out) for y in results)
+
+
+def _fake(*arguments: Any) -> tuple[Tensor, ...]:  # noqa: ANN401
+    x = Trained(*arguments)
+    scan = _scan(x)
+    batch, count, heads, dim = x.q.shape
+    kinds, forward = 1 + x.normaliser, x.direction != "reverse"
+    reads = (scan.directions, scan.memories, scan.frames, dim)
+    shapes = (
+        x.q.shape,
+        (batch, count, heads) if x.normaliser else (0,),
+        (batch, heads, dim, dim) if forward else (0,),
+        (batch, heads, dim) if forward and x.normaliser else (0,),
+        (scan.memories * scan.frames, kinds, dim, dim),
+        (*reads, dim),
+        reads if x.normaliser else (0,),
+    )
+    config = scan.configuration
+    dtypes = [torch.float32] * 4 + [config.operand, torch.float32, torch.float32]
+    if config.bf16_snapshots:
+        dtypes[5] = torch.bfloat16
+    return tuple(x.q.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
+
+
+def _zeros_unless(grad: Tensor | None, like: Tensor, *shape: int) -> Tensor:
+    """A gradient as the kernels take it, fp32 and contiguous; zeros where none came."""
+    return like.new_zeros(shape, dtype=torch.float32) if grad is None else grad.float().contiguous()
+
+
+def _upstream(x: Trained, kept: Kept) -> Upstream:
+    batch, _, heads, dim = x.q.shape
+    numerator = aligned(_zeros_unless(kept.numerator, x.q, *x.q.shape))
+    denominator = _zeros_unless(kept.denominator, x.q, *x.q.shape[:-1]) if x.normaliser else None
+    if kept.final_kv is None and kept.final_z is None:
+        return Upstream(numerator, denominator, None)
+    kv = _zeros_unless(kept.final_kv, x.q, batch, heads, dim, dim)
+    z = _zeros_unless(kept.final_z, x.q, batch, heads, dim) if x.normaliser else None
+    return Upstream(numerator, denominator, Memory(kv, z))
+
+
+def _kernel_gradients(x: Trained, kept: Kept) -> tuple[Tensor | None, ...]:
+    """Of the differentiable arguments, by the kernels."""
+    snapshots = Snapshots(kept.snapshots, kept.z_snapshots if x.normaliser else None)
+    saved, state = Saved(kept.transitions, snapshots), _memory(x.kv, x.z)
+    with on_device_of(x.q):
+        found = scan_gradients(ready(_scan(x)), saved, _upstream(x, kept), state=state, slots=None, starts=x.starts)
+    states = (None, None) if x.kv is None or found.state is None else found.state
+    return (*found[:7], *states)
+
+
+def _run_backward(*arguments: Any) -> tuple[Tensor, ...]:  # noqa: ANN401
+    """Gradients of the differentiable arguments."""
+    x, kept = Trained(*arguments[: len(Trained._fields)]), Kept(*arguments[len(Trained._fields) :])
+    return tuple(_or_nothing(grad, x.decay) for grad in _kernel_gradients(x, kept))
+
+
+def _fake_backward(*arguments: Any) -> tuple[Tensor, ...]:  # noqa: ANN401
+    given = arguments[:DIFFERENTIABLE]
+    return tuple(arguments[4].new_empty(0) if y is None else torch.empty_like(y).contiguous() for y in given)
+
+
+SCHEMA = {"mutates_args": ()}
+_scan_with_gradient = torch.library.custom_op(
+    "longtake::scan_with_gradient", _run, schema=schema([Trained], (), len(Kept._fields)), **SCHEMA
+)
+_scan_backward = torch.library.custom_op(
+    "longtake::scan_backward", _run_backward, schema=schema([Trained, Kept], (), DIFFERENTIABLE), **SCHEMA
+)
+_scan_with_gradient.register_fake(_fake)
+_scan_backward.register_fake(_fake_backward)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:  # noqa: ANN401
+    x, saved = Trained(*inputs), output[4:]
+    tensors = [y for y in x if isinstance(y, Tensor)]
+    ctx.save_for_backward(*tensors, *saved)
+    ctx.others = [None if isinstance(y, Tensor) else (y,) for y in x]
+    ctx.mark_non_differentiable(*saved)
+    ctx.set_materialize_grads(False)
+
+
+def _hand_back(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    tensors = iter(ctx.saved_tensors)
+    x = Trained(*(next(tensors) if other is None else other[0] for other in ctx.others))
+    kept = Kept(*tensors, *grads[:4])
+    found = reference_gradients(x, kept, DIFFERENTIABLE) if x.backward == "reference" else _scan_backward(*x, *kept)
+    wanted = ctx.needs_input_grad
+    given = (grad if wanted[i] and x[i] is not None else None for i, grad in enumerate(found))
+    return (*given, *[None] * (len(x) - DIFFERENTIABLE))
+
+
+_scan_with_gradient.register_autograd(_hand_back, setup_context=_keep)
+
+
+def scan_with_gradient(scan: Scan, state: Memory | None, starts: Tensor | None, backward: str) -> Results:
+    """Numerator, denominator and fresh final state of a scan, fp32, which autograd follows.
+
+    `scan`: checked, without an inverse RMS; `starts` [C]: first frames of chunks; `backward`: backend of its gradients.
+    """
+    activation, positions = scan.activation, scan.positions
+    kv, z = state or (None, None)
+    weights, matrices = activation.weights, (positions and positions.matrices) or (None, None)
+    tables = positions.tables if positions else (None, None)
+    norm = (activation.norm, activation.eps, activation.relu, activation.k_scale)
+    how = (scan.normaliser, scan.discount, scan.direction, scan.precision, backward)
+    out, denominator, *last, _, _, _ = _scan_with_gradient(
+        *scan[:5], *weights, kv, z, *tables, *matrices, starts, *norm, *how
+    )
+    memory = Memory(last[0], last[1] if scan.normaliser else None)
+    return Results(out, denominator if scan.normaliser else None, None if scan.direction == "reverse" else memory)

@@ -1,0 +1,118 @@
+"""TTT-linear as custom operators that launch Triton kernels, and its gradient."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longtake.kernels.backend import on_device_of
+from longtake.kernels.ttt import backward as kernels_backward
+from longtake.kernels.ttt import reference
+from longtake.kernels.ttt.inputs import TttInputs
+from longtake.kernels.ttt.walk import operands, walk
+
+DIFFERENTIABLE, TENSORS = 8, 9
+"""How many of the first fields of `TttInputs` may want a gradient, and how many are tensors."""
+
+
+@torch.library.custom_op("longtake::ttt_scan", mutates_args=())
+def ttt_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    b: Tensor,
+    eta: Tensor,
+    initial_state: Tensor | None,
+    initial_state_bias: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    eps: float,
+    chunk_size: int,
+    reference_backward: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `reference.ttt_scan`, of the fields of `TttInputs`; `reference_backward`: which gradient to take."""
+    states = initial_state, initial_state_bias
+    x = TttInputs(q, k, v, w, b, eta, *states, cu_seqlens, scale, eps, chunk_size)
+    with on_device_of(q):
+        return walk(operands(x))
+
+
+@ttt_scan.register_fake
+def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ANN401
+    x = TttInputs(*arguments[:-1])
+    heads, dim = x.q.shape[2:]
+    state = x.q.new_empty((x.sequences, heads, dim, dim), dtype=torch.float32)
+    return x.v.new_empty(x.v.shape), state, state.new_empty((x.sequences, heads, 1, dim))
+
+
+@torch.library.custom_op("longtake::ttt_scan_backward", mutates_args=())
+def ttt_scan_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    b: Tensor,
+    eta: Tensor,
+    initial_state: Tensor | None,
+    initial_state_bias: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    eps: float,
+    chunk_size: int,
+    d_out: Tensor | None,
+    d_state: Tensor | None,
+    d_bias: Tensor | None,
+    wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of the first eight arguments, each empty unless it is wanted."""
+    states = initial_state, initial_state_bias
+    x = TttInputs(q, k, v, w, b, eta, *states, cu_seqlens, scale, eps, chunk_size)
+    with on_device_of(q):
+        found = kernels_backward.differentiate(operands(x), d_out, d_state, d_bias, wanted)
+    return tuple(  # type: ignore[return-value]
+        g.to(y.dtype) if want and y is not None and g is not None else q.new_empty(0)
+        for y, g, want in zip(x.differentiable, found, wanted, strict=True)
+    )
+
+
+@ttt_scan_backward.register_fake
+def _(*arguments: Any) -> tuple[Tensor, ...]:  # noqa: ANN401
+    wanted = arguments[-1]
+    return tuple(
+        y.new_empty(y.shape) if want else arguments[0].new_empty(0)
+        for y, want in zip(arguments[:DIFFERENTIABLE], wanted, strict=True)
+    )
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:  # noqa: ANN401
+    ctx.save_for_backward(*inputs[:TENSORS])
+    *ctx.numbers, ctx.reference = inputs[TENSORS:]
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    x = TttInputs(*ctx.saved_tensors, *ctx.numbers)
+    wanted = list(ctx.needs_input_grad[:DIFFERENTIABLE])
+    found = _reference_gradients(x, grads, wanted) if ctx.reference else ttt_scan_backward(*x, *grads, wanted)
+    rest = len(ctx.needs_input_grad) - len(wanted)
+    return *(g if want else None for g, want in zip(found, wanted, strict=True)), *[None] * rest
+
+
+def _reference_gradients(x: TttInputs, grads: tuple[Tensor | None, ...], wanted: list[bool]) -> list[Tensor | None]:
+    """Those of the reference, which computes once more."""
+    leaves: list[Any] = [
+        None if y is None else y.detach().requires_grad_(want) for y, want in zip(x.differentiable, wanted, strict=True)
+    ]
+    with torch.enable_grad():
+        found = reference.ttt_scan(TttInputs(*leaves, *x[DIFFERENTIABLE:]))
+    pairs = [(y, g) for y, g in zip(found, grads, strict=True) if g is not None and y.requires_grad]
+    if not pairs:
+        return [None] * len(wanted)
+    outs, given = zip(*pairs, strict=True)
+    asked = [y for y, want in zip(leaves, wanted, strict=True) if want]
+    taken = iter(torch.autograd.grad(outs, asked, given, allow_unused=True))
+    return [next(taken) if want else None for want in wanted]
+
+
+ttt_scan.register_autograd(_differentiate, setup_context=_save)

@@ -1,0 +1,186 @@
+"""Triton kernel of TTT-linear forward: a program walks through the chunks of one head of a sequence."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from longtake.kernels.triton_tiles import TRITON_TYPES, aligned, dense, octet_strides, padded, round_to, to_operand
+from longtake.kernels.ttt.inputs import TttInputs
+from longtake.kernels.ttt.tiles import (
+    inner_step,
+    load_operand,
+    load_rows,
+    load_square,
+    load_vector,
+    product,
+    seen_by,
+    span,
+    store_rows,
+    store_square,
+    store_vector,
+)
+
+SIZES = [
+    "heads", "tokens", "q_batch", "q_token", "q_head", "k_batch", "k_token", "k_head", "v_batch", "v_token", "v_head",
+    "eta_batch", "eta_token", "eta_head", "scale", "eps",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _walk_kernel(
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    eta: tl.tensor,
+    w: tl.tensor,
+    b: tl.tensor,
+    initial_state: tl.tensor,
+    initial_bias: tl.tensor,
+    cu_seqlens: tl.tensor,
+    out: tl.tensor,
+    last_state: tl.tensor,
+    last_bias: tl.tensor,
+    states: tl.tensor,
+    biases: tl.tensor,
+    heads: int,
+    tokens: int,
+    q_batch: int,
+    q_token: int,
+    q_head: int,
+    k_batch: int,
+    k_token: int,
+    k_head: int,
+    v_batch: int,
+    v_token: int,
+    v_head: int,
+    eta_batch: int,
+    eta_token: int,
+    eta_head: int,
+    scale: float,
+    eps: float,
+    D: tl.constexpr,
+    SIDE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    OPERAND: tl.constexpr,
+) -> None:
+    """Outputs and last states, or else the states before every chunk; strides of q, k, v in units of 8 entries.
+
+    What the next step of descent waits for is loaded a chunk ahead.
+    """
+    memory = tl.program_id(0).to(tl.int64)
+    sequence, head = memory // heads, memory % heads
+    batch, token, end, slot = span(cu_seqlens, sequence, tokens, CHUNK)
+    q += (batch * q_batch + head * q_head) * 8
+    k += (batch * k_batch + head * k_head) * 8
+    v += (batch * v_batch + head * v_head) * 8
+    eta += batch * eta_batch + head * eta_head
+    weight, offset = load_vector(w + head * D, D, SIDE), load_vector(b + head * D, D, SIDE)
+    if initial_state is None:
+        state, bias = tl.zeros((SIDE, SIDE), tl.float32), tl.zeros((SIDE,), tl.float32)
+    else:
+        state = load_square(initial_state + memory * D * D, D, SIDE, tl.float32)
+        bias = load_vector(initial_bias + memory * D, D, SIDE)
+    row = token + tl.arange(0, CHUNK)
+    key = load_operand(k, row, end, k_token, D, SIDE, OPERAND)
+    value = load_rows(v, row, end, v_token, D, SIDE)
+    while token < end:
+        next_key = load_operand(k, row + CHUNK, end, k_token, D, SIDE, OPERAND)
+        next_value = load_rows(v, row + CHUNK, end, v_token, D, SIDE)
+        model = to_operand(state, OPERAND, "ieee")
+        step, _, _, _ = inner_step(key, value, model, bias, weight, offset, row < end, eps, D)
+        if states is not None:
+            store_square(states + (slot * heads + head) * D * D, model, D)
+            store_vector(biases + (slot * heads + head) * D, bias, D)
+        if out is not None:
+            query = load_operand(q, row, end, q_token, D, SIDE, OPERAND)
+            rate = tl.load(eta + row * eta_token, row < end, 0.0).to(tl.float32)
+            read = tl.dot(query, model, input_precision="ieee") * scale + bias[None, :]
+            read -= rate[:, None] * product(seen_by(query, key, scale), step, OPERAND)
+            here = out + (batch * tokens * heads + head) * D
+            store_rows(here, round_to(read, out.dtype.element_ty), row, end, heads * D, D)
+        token += CHUNK
+        slot += 1
+        last_rate = tl.load(eta + (tl.minimum(token, end) - 1) * eta_token).to(tl.float32)
+        state -= last_rate * product(tl.trans(key), step, OPERAND)
+        bias -= last_rate * tl.sum(step, axis=0)
+        row += CHUNK
+        key, value = next_key, next_value
+    if out is not None:
+        store_square(last_state + memory * D * D, state, D)
+        store_vector(last_bias + memory * D, bias, D)
+
+
+class Operands(NamedTuple):
+    """The arguments as the kernels take them: tokens aligned, weights and states dense in fp32."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    eta: Tensor
+    w: Tensor
+    b: Tensor
+    initial_state: Tensor | None
+    initial_bias: Tensor | None
+    cu_seqlens: Tensor | None
+    sequences: int
+    scale: float
+    eps: float
+    chunk: int
+
+    @property
+    def slots(self) -> int:
+        """Places for the chunks of all sequences; some of a pack's may be left over."""
+        batch, tokens = self.q.shape[:2]
+        if self.cu_seqlens is None:
+            return batch * -(-tokens // self.chunk)
+        return tokens // self.chunk + self.sequences
+
+    @property
+    def sizes(self) -> tuple[float, ...]:
+        """Values for `SIZES`."""
+        strides = (*octet_strides(self.q), *octet_strides(self.k), *octet_strides(self.v), *self.eta.stride())
+        return self.q.shape[2], self.q.shape[1], *strides, self.scale, self.eps
+
+    @property
+    def modes(self) -> dict[str, object]:
+        """What a kernel is compiled for."""
+        dim = self.q.shape[3]
+        modes = {"D": dim, "SIDE": padded(dim), "CHUNK": self.chunk, "OPERAND": TRITON_TYPES[self.q.dtype]}
+        few = dim <= 64 and self.chunk <= 32
+        warps = (4 if few else 8) * self.q.element_size() // 2  # products of fp32 take twice the registers
+        return modes | {"num_warps": warps}
+
+    def states(self, count: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        """Room for as many states in a dtype and biases in fp32, uninitialised."""
+        heads, dim = self.q.shape[2:]
+        state = self.q.new_empty((count, heads, dim, dim), dtype=dtype)
+        return state, state.new_empty((count, heads, 1, dim), dtype=torch.float32)
+
+
+def operands(x: TttInputs) -> Operands:
+    """Copies where the kernels need them."""
+    state, bias = (None if y is None else dense(y) for y in (x.initial_state, x.initial_state_bias))
+    tokens = aligned(x.q), aligned(x.k), aligned(x.v), x.eta, dense(x.w), dense(x.b)
+    return Operands(*tokens, state, bias, x.cu_seqlens, x.sequences, x.scale, x.eps, x.chunk_size)
+
+
+def walk(x: Operands) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs before their norm, and the last states."""
+    out = x.v.new_empty(x.v.shape)
+    state, bias = x.states(x.sequences)
+    _launch(x, (out, state, bias, None, None))
+    return out, state, bias
+
+
+def remember(x: Operands) -> tuple[Tensor, Tensor]:
+    """The states before every chunk, as they are multiplied."""
+    states, biases = x.states(x.slots, x.q.dtype)
+    _launch(x, (None, None, None, states, biases))
+    return states, biases
+
+
+def _launch(x: Operands, results: tuple[Tensor | None, ...]) -> None:
+    _walk_kernel[(x.sequences * x.q.shape[2],)](*x[:9], *results, *x.sizes, **x.modes)
