@@ -15,7 +15,7 @@ The reference computes in fp32 whatever is asked."""
 
 
 class Reading(NamedTuple):
-    """Rows of tokens in a tile, how many tiles one program reads, its warps and the most registers of a thread.
+    """Rows of tokens in a tile, how many tiles one program reads at most, its warps and the most registers of a thread.
 
     `turned`: the memory is the left operand, so that a tile may have few rows, and tokens pass a fence to be the right.
     """
@@ -25,6 +25,10 @@ class Reading(NamedTuple):
     warps: int
     registers: int | None = None
     turned: bool = False
+
+    def tiles_of(self, tokens: int) -> int:
+        """How many tiles one program reads of a frame of so many tokens."""
+        return min(self.tiles, -(-tokens // self.rows))
 
 
 class Configuration(NamedTuple):

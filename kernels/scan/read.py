@@ -246,7 +246,8 @@ def read(
     weight, stand_in = None if prepared else activation.weights[0], scan.decay
     cos, sin = positions.tables if positions else (stand_in, stand_in)
     how = config.read if scan.normaliser else config.read_without_normaliser
-    parts = triton.cdiv(tokens, how.rows * how.tiles)
+    tiles = how.tiles_of(tokens)
+    parts = triton.cdiv(tokens, how.rows * tiles)
     _read_kernel[(scan.memories * scan.frames * parts,)](
         q,
         stand_in if operands.q_rms is None else operands.q_rms,
@@ -271,7 +272,7 @@ def read(
         D=scan.dim,
         WIDTH=padded(scan.dim // 2),
         ROWS=how.rows,
-        TILES=how.tiles,
+        TILES=tiles,
         DIRECTIONS=scan.directions,
         TURNED=how.turned,
         NORM=NORMS[activation.norm],

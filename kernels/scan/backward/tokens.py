@@ -233,8 +233,9 @@ def _keys_kernel(
 
 def _tiling(scan: Scan, how: Reading) -> tuple[tuple[int, int], dict[str, int]]:
     """Grid and tile sizes of a kernel."""
-    grid = (scan.memories * scan.frames, triton.cdiv(scan.tokens, how.rows * how.tiles))
-    return grid, {"ROWS": how.rows, "TILES": how.tiles, "num_warps": how.warps, "num_stages": 1}
+    tiles = how.tiles_of(scan.tokens)
+    grid = (scan.memories * scan.frames, triton.cdiv(scan.tokens, how.rows * tiles))
+    return grid, {"ROWS": how.rows, "TILES": tiles, "num_warps": how.warps, "num_stages": 1}
 
 
 class TokenGradients(NamedTuple):
