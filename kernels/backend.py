@@ -3,8 +3,8 @@
 import hashlib
 import os
 import warnings
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, cast, get_args
@@ -112,9 +112,20 @@ def check_backward(backward: Backend | None, *, runs: bool) -> None:
         raise BackendError("backward 'triton' goes with the Triton kernels forward, and the reference runs")
 
 
-def on_device_of(x: Tensor) -> AbstractContextManager[object]:
-    """Launch kernels on the GPU that holds `x`, whichever is current."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+@contextmanager
+def on_device_of(x: Tensor) -> Iterator[None]:
+    """Launch kernels on the GPU that holds `x`, whichever is current.
+
+    Raises:
+        BackendError: a kernel takes more shared memory or registers than the GPU has.
+    """
+    from triton.runtime.errors import OutOfResources
+
+    with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
+        try:
+            yield
+        except OutOfResources as error:
+            raise BackendError(f"the kernels do not fit {x.device} with these tile sizes: {error}") from error
 
 
 def kernel_build(folder: Path = Path(__file__).parent) -> str:

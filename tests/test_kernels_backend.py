@@ -16,6 +16,7 @@ from longtake.kernels.backend import (
     Precision,
     kernel_build,
     numerics,
+    on_device_of,
     requested,
     runs_triton,
 )
@@ -82,6 +83,13 @@ def test_only_the_reference_gives_gradients_that_are_not_of_a_scan() -> None:
     assert runs_triton("triton", *x.values(), trained=[x["v"]])
     with torch.no_grad():
         assert runs_triton("triton", *x.values())
+
+
+def test_kernels_that_do_not_fit_are_a_backend_error() -> None:
+    from triton.runtime.errors import OutOfResources
+
+    with pytest.raises(BackendError, match="do not fit"), on_device_of(torch.empty(0, device=DEVICE)):
+        raise OutOfResources(262144, 232448, "shared memory")
 
 
 def test_downscale_always_runs_the_reference() -> None:

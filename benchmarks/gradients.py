@@ -1,0 +1,123 @@
+"""Time and memory of a training step through the scans of one block on this GPU, each gradient checked first.
+
+A step is timed as one captured graph, and so is its forward pass alone: the difference is the backward pass. Its floor
+is what it must read and write once: q, k, v, what comes back for the reads, and the gradients of q, k, v.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_timing import captured
+from benchmarks.kernel_work import COPY_RATE, LIMITS, Inputs, Results, Shape, camera, draw, gdn
+from benchmarks.kernels import parse_shape, present_commit, rotating_inputs
+from benchmarks.results import report
+from longtake.kernels.backend import Backend
+from longtake.kernels.scan.configurations import Precision
+
+SHAPES = ("1x11", "4x11")
+TRAINED = {
+    "GDN": ("qkv", "beta", "decay", "q_weight", "k_weight", "kv", "z"),
+    "camera": ("qkv", "beta", "decay", "q_weight", "k_weight", "kv"),
+}
+Public = Callable[[Inputs, Precision, Backend | None], Results]
+
+
+class Step(NamedTuple):
+    """A scan that is trained: its reads without quotient, gate or output transform, which are PyTorch's."""
+
+    name: str
+    public: Public
+
+    def forward(self, x: Inputs, precision: Precision, backend: Backend | None = None) -> list[Tensor]:
+        """Everything that the scan reads."""
+        return list(self.public(x, precision, backend).values())
+
+    def gradients(self, x: Inputs, precision: Precision, backend: Backend | None = None) -> dict[str, Tensor]:
+        """Of all inputs, when the reads themselves come back."""
+        results = self.forward(x, precision, backend)
+        back = [y.detach() for y in results]
+        found = torch.autograd.grad(results, [x[name] for name in TRAINED[self.name]], back)
+        return dict(zip(TRAINED[self.name], found, strict=True))
+
+
+STEPS = (
+    Step("GDN", lambda x, precision, backend: gdn(x, precision, backend, merged=False)),
+    Step("camera", lambda x, precision, backend: camera(x, precision, backend, transformed=False)),
+)
+
+
+def trainable(step: Step, x: Inputs) -> Inputs:
+    """The inputs, of which those that are trained want a gradient."""
+    return {name: y.requires_grad_() if name in TRAINED[step.name] else y for name, y in x.items()}
+
+
+def largest_error(step: Step, x: Inputs, precision: Precision) -> float:
+    """The largest relative RMS difference of a gradient from that of the fp32 reference.
+
+    Raises:
+        SystemExit: it is larger than the precision explains.
+    """
+    ours, exact = step.gradients(x, precision), step.gradients(x, precision, "reference")
+    errors = {name: float((ours[name] - y).norm() / y.norm()) for name, y in exact.items()}
+    print(f"  {step.name}: " + ", ".join(f"{name} {error:.1e}" for name, error in errors.items()), flush=True)
+    if not max(errors.values()) < 2 * LIMITS[precision]:
+        raise SystemExit(f"{step.name}: wrong gradients: {errors}")
+    return max(errors.values())
+
+
+def floor(step: Step, shape: Shape) -> float:
+    """Microseconds to move q, k, v and their gradients in bf16, and the fp32 gradient of the reads, once."""
+    reads = shape.entries + (shape.batch * shape.tokens * shape.heads if step.name == "GDN" else 0)
+    return (2 * 3 * 2 * shape.entries + 4 * reads) / COPY_RATE * 1e6
+
+
+def peak_memory(step: Step, x: Inputs, precision: Precision) -> float:
+    """GB that a step allocates beside its inputs."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step.gradients(x, precision)
+    return (torch.cuda.max_memory_allocated() - before) / 1e9
+
+
+def measure(step: Step, shape: Shape, inputs: Sequence[Inputs], precision: Precision, commit: str) -> str:
+    """Row of one scan at one shape."""
+    error = largest_error(step, trainable(step, draw(shape)), precision)
+    both, _ = captured(lambda x: step.gradients(x, precision), inputs)
+    with torch.no_grad():
+        inference, _ = captured(lambda x: step.forward(x, precision), inputs)
+    ahead, _ = captured(lambda x: step.forward(x, precision), inputs)
+    back, least = both - ahead, floor(step, shape)
+    number = (
+        f"{back:.0f} µs backward, {back / inference:.1f} × the {inference:.0f} µs forward, {back / least:.1f} × floor, "
+        f"{peak_memory(step, inputs[0], precision):.2f} GB at the peak (error {error:.1e})"
+    )
+    work = f"gradients of {step.name} of one block, {precision}; {shape}"
+    day = f"{datetime.now(UTC):%Y-%m-%d}"
+    return f"| {day} | {commit} | {torch.cuda.get_device_name()} | {work} | {number} | {least:.0f} µs |"
+
+
+def main() -> None:
+    """Check, measure and print; with --record also append the rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", action="append", metavar="BxF", help=f"batch and frames; default: {SHAPES}")
+    parser.add_argument("--record", action="store_true", help="append the rows to benchmarks/RESULTS.md")
+    parser.add_argument("--commit", help="what is measured, where git can not tell")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("the kernels are timed on a CUDA GPU, and there is none")
+    for shape in map(parse_shape, arguments.shape or SHAPES):
+        torch.manual_seed(0)
+        for step in STEPS:
+            inputs = [trainable(step, x) for x in rotating_inputs(shape)]
+            commit = arguments.commit or present_commit()
+            report([measure(step, shape, inputs, "bf16", commit)], record=arguments.record)
+
+
+if __name__ == "__main__":
+    main()
