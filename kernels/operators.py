@@ -29,6 +29,34 @@ def schema(arguments: Sequence[Fields], mutated: Sequence[str], results: int) ->
     return f"({taken}) -> ({', '.join(['Tensor'] * results)})"
 
 
+def or_nothing(x: Tensor | None, like: Tensor) -> Tensor:
+    """The tensor, or an empty one in fp32: operators return no None."""
+    return like.new_empty(0, dtype=torch.float32) if x is None else x
+
+
+def reference_gradients(
+    run: Callable[..., Sequence[Tensor | None]],
+    inputs: Sequence[Tensor | None],
+    upstream: Sequence[Tensor | None],
+    wanted: Sequence[bool],
+) -> list[Tensor | None]:
+    """Gradients of the wanted inputs by the autograd of a reference, which computes once more; None for the others.
+
+    `upstream`: gradients of the results of `run`, None where nothing came back.
+    """
+    leaves = [None if y is None else y.detach().requires_grad_(want) for y, want in zip(inputs, wanted, strict=True)]
+    with torch.enable_grad():
+        results = run(*leaves)
+    pairs = [(y, g) for y, g in zip(results, upstream, strict=True) if y is not None and g is not None]
+    pairs = [(y, g) for y, g in pairs if y.requires_grad]
+    if not pairs:
+        return [None] * len(wanted)
+    outs, given = zip(*pairs, strict=True)
+    asked = [y for y, want in zip(leaves, wanted, strict=True) if y is not None and want]
+    taken = iter(torch.autograd.grad(outs, asked, given, allow_unused=True))
+    return [next(taken) if want else None for want in wanted]
+
+
 class Operator(NamedTuple):
     """An operator twice: `fresh` writes to no argument; `into` writes states in place.
 

@@ -68,6 +68,14 @@ def times_sigmoid(y: tl.tensor, x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def store_square(out: tl.tensor, block: tl.tensor, D: tl.constexpr) -> None:
+    """A tile to [D,D]."""
+    row = tl.arange(0, block.shape[0])
+    inside = (row < D)[:, None] & (row < D)[None, :]
+    tl.store(out + row[:, None] * D + row[None, :], block, inside)
+
+
+@triton.jit
 def rotate_pairs(x: tl.tensor, cos: tl.tensor, sin: tl.tensor) -> tl.tensor:
     """Rotate neighbouring pairs of x [R,W] by cos, sin [R,W/2]."""
     even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))

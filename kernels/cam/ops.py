@@ -9,9 +9,9 @@ from longtake.kernels.backend import on_device_of
 from longtake.kernels.cam.prepare_ops import camera_tables
 from longtake.kernels.delta import Direction
 from longtake.kernels.gdn.reference import Norm
-from longtake.kernels.operators import operator
+from longtake.kernels.operators import operator, or_nothing
 from longtake.kernels.scan.configurations import Precision
-from longtake.kernels.scan.inputs import Activation, Positions, Scan
+from longtake.kernels.scan.inputs import PLAIN, Activation, Positions, Scan
 from longtake.kernels.scan.launch import Finish, Results, States, launch
 from longtake.kernels.scan.remember import Memory
 
@@ -68,7 +68,6 @@ class BranchArguments(NamedTuple):
 
 
 Arguments = ScanArguments | BranchArguments
-PLAIN = Activation("none", (None, None), 0.0, None, relu=False, k_scale=1.0)
 
 
 def _states(x: Arguments) -> States:
@@ -116,7 +115,7 @@ def _branch(x: BranchArguments) -> Scan:
 
 
 def _returned(found: Results) -> tuple[Tensor, Tensor]:
-    return found.out, found.out.new_empty(0, dtype=torch.float32) if found.state is None else found.state.kv
+    return found.out, or_nothing(None if found.state is None else found.state.kv, found.out)
 
 
 def _fake(x: Arguments, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

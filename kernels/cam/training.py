@@ -5,12 +5,11 @@ from typing import NamedTuple
 from torch import Tensor
 
 from longtake.kernels.backend import Backend
-from longtake.kernels.cam.ops import PLAIN
 from longtake.kernels.cam.prepare_ops import camera_tables
 from longtake.kernels.cam.reference import CamOutput
 from longtake.kernels.delta import Direction, ScanInputs
 from longtake.kernels.scan.configurations import Precision
-from longtake.kernels.scan.inputs import Activation, Positions, Scan
+from longtake.kernels.scan.inputs import PLAIN, Activation, Positions, Scan
 from longtake.kernels.scan.remember import Memory
 from longtake.kernels.scan.training import scan_with_gradient
 
@@ -28,10 +27,10 @@ class Walk(NamedTuple):
     backward: Backend | None
 
 
-def _scan(
+def cam_branch(
     x: ScanInputs, activation: Activation, positions: Positions | None, walk: Walk, *, discount: bool = False
 ) -> CamOutput:
-    """One call of the kernels."""
+    """Reads [B,N,H,D] fp32 in the ray frame and fresh state, from raw q, k, v or, as they are, prepared ones."""
     scan = Scan(
         *x[:5],
         activation,
@@ -50,14 +49,7 @@ def _scan(
 def cam_scan(inputs: ScanInputs, reverse: ScanInputs | None, walk: Walk) -> CamOutput:
     """Reads [B,N,H,D] fp32 and fresh state; `reverse`: a reverse scan's own inputs."""
     if reverse is None:
-        return _scan(inputs, PLAIN, None, walk)
-    ahead = _scan(inputs, PLAIN, None, walk._replace(direction="forward"))
-    back = _scan(reverse, PLAIN, None, walk._replace(direction="reverse", state=None))
+        return cam_branch(inputs, PLAIN, None, walk)
+    ahead = cam_branch(inputs, PLAIN, None, walk._replace(direction="forward"))
+    back = cam_branch(reverse, PLAIN, None, walk._replace(direction="reverse", state=None))
     return CamOutput(ahead.out + back.out, ahead.state)
-
-
-def cam_branch(
-    inputs: ScanInputs, activation: Activation, positions: Positions, walk: Walk, *, discount: bool
-) -> CamOutput:
-    """Reads [B,N,H,D] fp32 in the ray frame and fresh state, from raw q, k, v."""
-    return _scan(inputs, activation, positions, walk, discount=discount)

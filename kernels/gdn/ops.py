@@ -8,7 +8,7 @@ from torch import Tensor
 from longtake.kernels.backend import on_device_of
 from longtake.kernels.delta import Direction
 from longtake.kernels.gdn.reference import Norm
-from longtake.kernels.operators import operator
+from longtake.kernels.operators import operator, or_nothing
 from longtake.kernels.scan.configurations import Precision
 from longtake.kernels.scan.inputs import Activation, Positions, Scan
 from longtake.kernels.scan.launch import Finish, States, launch
@@ -90,11 +90,6 @@ def _memory(kv: Tensor | None, z: Tensor | None) -> Memory | None:
     return None if kv is None else Memory(kv, z)
 
 
-def _or_nothing(x: Tensor | None, like: Tensor) -> Tensor:
-    """The tensor, or an empty one: operators return no None."""
-    return like.new_empty(0, dtype=torch.float32) if x is None else x
-
-
 Returned = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -105,7 +100,7 @@ def _run(*arguments: Any) -> Returned:  # noqa: ANN401
     with on_device_of(x.q):
         found = launch(_scan(x), states, Finish(x.dtype, x.eps, x.gate), _scan(_reverse(x)) if x.apart else None)
     kv, z = found.state or (None, None)
-    return found.out, _or_nothing(found.denominator, x.q), _or_nothing(kv, x.q), _or_nothing(z, x.q)
+    return found.out, or_nothing(found.denominator, x.q), or_nothing(kv, x.q), or_nothing(z, x.q)
 
 
 def _fake(*arguments: Any) -> Returned:  # noqa: ANN401

@@ -26,6 +26,7 @@ from longtake.kernels.triton_tiles import (
     padded,
     round_to,
     square_root,
+    store_square,
     to_operand,
 )
 
@@ -85,13 +86,6 @@ def _discount(growth: tl.tensor, tokens: tl.tensor) -> tl.tensor:
         start += GROWTH_BLOCK
     mean = tl.div_rn(tl.sum(total, axis=0), tokens * 1.0)
     return tl.div_rn(1.0, tl.maximum(mean, 1.0, propagate_nan=tl.PropagateNan.ALL))
-
-
-@triton.jit
-def store_square(out: tl.tensor, block: tl.tensor, D: tl.constexpr) -> None:
-    row = tl.arange(0, block.shape[0])
-    inside = (row < D)[:, None] & (row < D)[None, :]
-    tl.store(out + row[:, None] * D + row[None, :], block, inside)
 
 
 @triton.jit(do_not_specialize=["heads", "frames", "tokens", "v_batch", "v_token", "v_head", "beta_frame", "beta_token"])

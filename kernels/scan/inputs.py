@@ -22,6 +22,10 @@ class Activation(NamedTuple):
     k_scale: float
 
 
+PLAIN = Activation("none", (None, None), 0.0, None, relu=False, k_scale=1.0)
+"""Tokens are taken as they are."""
+
+
 class Positions(NamedTuple):
     """Tables [1,N,P] or [B,N,P] of pairs, contiguous; `matrices` P and P⁻¹ [B,N,4,4] for the camera's first halves."""
 

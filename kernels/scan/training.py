@@ -3,19 +3,20 @@
 Quotients, gates, ray frames and sums of two scans are left to PyTorch and its autograd.
 """
 
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from longtake.kernels.backend import on_device_of
-from longtake.kernels.operators import schema
+from longtake.kernels.operators import or_nothing, reference_gradients, schema
 from longtake.kernels.scan.backward.launch import Upstream, scan_gradients
 from longtake.kernels.scan.configurations import Precision
 from longtake.kernels.scan.inputs import Activation, Direction, Norm, Positions, Scan
 from longtake.kernels.scan.launch import Finish, Results, Saved, States, check_device, ready, run
 from longtake.kernels.scan.remember import Memory, Snapshots
-from longtake.kernels.scan.training_reference import reference_gradients
+from longtake.kernels.scan.training_reference import reference_results
 from longtake.kernels.triton_tiles import aligned, check_operands
 
 
@@ -46,6 +47,11 @@ class Trained(NamedTuple):
     precision: str
     backward: str
 
+    @property
+    def differentiable(self) -> tuple[Tensor | None, ...]:
+        """The first arguments, which have a gradient."""
+        return self.q, self.k, self.v, self.beta, self.decay, self.q_weight, self.k_weight, self.kv, self.z
+
 
 class Kept(NamedTuple):
     """What a backward pass is given beside the arguments; gradients are None where nothing came."""
@@ -60,7 +66,7 @@ class Kept(NamedTuple):
 
 
 DIFFERENTIABLE = 9
-"""The first arguments, which have a gradient."""
+"""How many of the first arguments have a gradient."""
 
 
 def _scan(x: Trained) -> Scan:
@@ -81,10 +87,6 @@ def _memory(kv: Tensor | None, z: Tensor | None) -> Memory | None:
     return None if kv is None else Memory(kv, z)
 
 
-def _or_nothing(x: Tensor | None, like: Tensor) -> Tensor:
-    return like.new_empty(0) if x is None else x
-
-
 def _run(*arguments: Any) -> tuple[Tensor, ...]:  # noqa: ANN401
     """Numerator, denominator, KV, Z, and what is saved."""
     x = Trained(*arguments)
@@ -92,9 +94,9 @@ def _run(*arguments: Any) -> tuple[Tensor, ...]:  # noqa: ANN401
     check_device(cast(Precision, x.precision), x.q.device)
     with on_device_of(x.q):
         found, saved = run(_scan(x), States(_memory(x.kv, x.z), starts=x.starts), Finish())
-    made = found.state or Memory(x.decay.new_empty(0), None)
+    made = found.state or (None, None)
     results = (found.out, found.denominator, *made, saved.transitions, *saved.snapshots)
-    return tuple(_or_nothing(y, found.out) for y in results)
+    return tuple(or_nothing(y, found.out) for y in results)
 
 
 def _fake(*arguments: Any) -> tuple[Tensor, ...]:  # noqa: ANN401
@@ -140,7 +142,7 @@ def _kernel_gradients(x: Trained, kept: Kept) -> tuple[Tensor | None, ...]:
     snapshots = Snapshots(kept.snapshots, kept.z_snapshots if x.normaliser else None)
     saved, state = Saved(kept.transitions, snapshots), _memory(x.kv, x.z)
     with on_device_of(x.q):
-        found = scan_gradients(ready(_scan(x)), saved, _upstream(x, kept), state=state, slots=None, starts=x.starts)
+        found = scan_gradients(ready(_scan(x)), saved, _upstream(x, kept), state=state, starts=x.starts)
     states = (None, None) if x.kv is None or found.state is None else found.state
     return (*found[:7], *states)
 
@@ -148,7 +150,7 @@ def _kernel_gradients(x: Trained, kept: Kept) -> tuple[Tensor | None, ...]:
 def _run_backward(*arguments: Any) -> tuple[Tensor, ...]:  # noqa: ANN401
     """Gradients of the differentiable arguments."""
     x, kept = Trained(*arguments[: len(Trained._fields)]), Kept(*arguments[len(Trained._fields) :])
-    return tuple(_or_nothing(grad, x.decay) for grad in _kernel_gradients(x, kept))
+    return tuple(or_nothing(grad, x.decay) for grad in _kernel_gradients(x, kept))
 
 
 def _fake_backward(*arguments: Any) -> tuple[Tensor, ...]:  # noqa: ANN401
@@ -156,12 +158,11 @@ def _fake_backward(*arguments: Any) -> tuple[Tensor, ...]:  # noqa: ANN401
     return tuple(arguments[4].new_empty(0) if y is None else torch.empty_like(y).contiguous() for y in given)
 
 
-SCHEMA = {"mutates_args": ()}
 _scan_with_gradient = torch.library.custom_op(
-    "longtake::scan_with_gradient", _run, schema=schema([Trained], (), len(Kept._fields)), **SCHEMA
+    "longtake::scan_with_gradient", _run, schema=schema([Trained], (), len(Kept._fields)), mutates_args=()
 )
 _scan_backward = torch.library.custom_op(
-    "longtake::scan_backward", _run_backward, schema=schema([Trained, Kept], (), DIFFERENTIABLE), **SCHEMA
+    "longtake::scan_backward", _run_backward, schema=schema([Trained, Kept], (), DIFFERENTIABLE), mutates_args=()
 )
 _scan_with_gradient.register_fake(_fake)
 _scan_backward.register_fake(_fake_backward)
@@ -176,13 +177,21 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.set_materialize_grads(False)
 
 
+def _reference(x: Trained, *differentiable: Any) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    """The results of the reference on other differentiable arguments."""
+    return reference_results(Trained(*differentiable, *x[DIFFERENTIABLE:]))
+
+
 def _hand_back(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN401
     tensors = iter(ctx.saved_tensors)
     x = Trained(*(next(tensors) if other is None else other[0] for other in ctx.others))
     kept = Kept(*tensors, *grads[:4])
-    found = reference_gradients(x, kept, DIFFERENTIABLE) if x.backward == "reference" else _scan_backward(*x, *kept)
-    wanted = ctx.needs_input_grad
-    given = (grad if wanted[i] and x[i] is not None else None for i, grad in enumerate(found))
+    wanted = ctx.needs_input_grad[:DIFFERENTIABLE]
+    if x.backward == "reference":
+        found = reference_gradients(partial(_reference, x), x.differentiable, grads[:4], wanted)
+    else:
+        found = _scan_backward(*x, *kept)
+    given = (grad if want else None for grad, want in zip(found, wanted, strict=True))
     return (*given, *[None] * (len(x) - DIFFERENTIABLE))
 
 

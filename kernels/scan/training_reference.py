@@ -1,4 +1,4 @@
-"""The backward pass of a scan by the autograd of its plain PyTorch reference."""
+"""What the plain PyTorch reference makes of a scan with a gradient."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -9,10 +9,10 @@ from longtake.kernels.cam.reference import cam_branch, cam_scan
 from longtake.kernels.gdn.reference import GdnState, gdn_scan
 
 if TYPE_CHECKING:
-    from longtake.kernels.scan.training import Kept, Trained
+    from longtake.kernels.scan.training import Trained
 
 
-def _results(x: "Trained") -> tuple[Tensor | None, ...]:
+def reference_results(x: "Trained") -> tuple[Tensor | None, ...]:
     """Numerator, denominator, KV and Z of the scan; None for what it has not."""
     wide = x.v.to(torch.promote_types(x.v.dtype, torch.float32))
     tokens = (x.q, x.k, wide, x.beta, x.decay)
@@ -30,17 +30,3 @@ def _results(x: "Trained") -> tuple[Tensor | None, ...]:
         how |= norms | {"discount": x.discount, "output_transform": False, "k_scale": x.k_scale}
         reads = cam_branch(*tokens, *positions, initial_state=x.kv, **how)
     return (reads.out, None, reads.state, None)
-
-
-def reference_gradients(x: "Trained", kept: "Kept", differentiable: int) -> tuple[Tensor | None, ...]:
-    """Gradients of the first arguments, None for those that are None."""
-    given = dict(list(x._asdict().items())[:differentiable])
-    leaves: dict[str, Any] = {name: y if y is None else y.detach().requires_grad_() for name, y in given.items()}
-    with torch.enable_grad():
-        results = _results(x._replace(**leaves))
-    grads = (kept.numerator, kept.denominator, kept.final_kv, kept.final_z)
-    pairs = [(y, grad) for y, grad in zip(results, grads, strict=True) if y is not None and grad is not None]
-    wanted = [leaf for leaf in leaves.values() if leaf is not None]
-    outputs, upstream = zip(*pairs, strict=True)
-    found = iter(torch.autograd.grad(outputs, wanted, upstream, allow_unused=True, materialize_grads=True))
-    return tuple(None if leaf is None else next(found) for leaf in leaves.values())

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longtake.kernels.triton_tiles import aligned, dense, round_to, to_operand
+from longtake.kernels.triton_tiles import aligned, dense, round_to, store_square, to_operand
 from longtake.kernels.ttt.tiles import (
     inner_step,
     inner_step_backward,
@@ -24,7 +24,6 @@ from longtake.kernels.ttt.tiles import (
     slot_span,
     span,
     store_rows,
-    store_square,
     store_vector,
 )
 from longtake.kernels.ttt.walk import SIZES, Operands, remember

@@ -1,11 +1,13 @@
 """TTT-linear as custom operators that launch Triton kernels, and its gradient."""
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from longtake.kernels.backend import on_device_of
+from longtake.kernels.operators import reference_gradients
 from longtake.kernels.ttt import backward as kernels_backward
 from longtake.kernels.ttt import reference
 from longtake.kernels.ttt.inputs import TttInputs
@@ -91,28 +93,20 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:  # noqa: A
     ctx.set_materialize_grads(False)
 
 
+def _reference(x: TttInputs, *differentiable: Any) -> reference.TttOutput:  # noqa: ANN401
+    """The results of the reference on other differentiable arguments."""
+    return reference.ttt_scan(TttInputs(*differentiable, *x[DIFFERENTIABLE:]))
+
+
 def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN401
     x = TttInputs(*ctx.saved_tensors, *ctx.numbers)
     wanted = list(ctx.needs_input_grad[:DIFFERENTIABLE])
-    found = _reference_gradients(x, grads, wanted) if ctx.reference else ttt_scan_backward(*x, *grads, wanted)
+    if ctx.reference:
+        found = reference_gradients(partial(_reference, x), x.differentiable, grads, wanted)
+    else:
+        found = ttt_scan_backward(*x, *grads, wanted)
     rest = len(ctx.needs_input_grad) - len(wanted)
     return *(g if want else None for g, want in zip(found, wanted, strict=True)), *[None] * rest
-
-
-def _reference_gradients(x: TttInputs, grads: tuple[Tensor | None, ...], wanted: list[bool]) -> list[Tensor | None]:
-    """Those of the reference, which computes once more."""
-    leaves: list[Any] = [
-        None if y is None else y.detach().requires_grad_(want) for y, want in zip(x.differentiable, wanted, strict=True)
-    ]
-    with torch.enable_grad():
-        found = reference.ttt_scan(TttInputs(*leaves, *x[DIFFERENTIABLE:]))
-    pairs = [(y, g) for y, g in zip(found, grads, strict=True) if g is not None and y.requires_grad]
-    if not pairs:
-        return [None] * len(wanted)
-    outs, given = zip(*pairs, strict=True)
-    asked = [y for y, want in zip(leaves, wanted, strict=True) if want]
-    taken = iter(torch.autograd.grad(outs, asked, given, allow_unused=True))
-    return [next(taken) if want else None for want in wanted]
 
 
 ttt_scan.register_autograd(_differentiate, setup_context=_save)

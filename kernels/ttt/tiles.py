@@ -94,12 +94,6 @@ def load_square(x: tl.tensor, D: tl.constexpr, SIDE: tl.constexpr, DTYPE: tl.con
 
 
 @triton.jit
-def store_square(out: tl.tensor, x: tl.tensor, D: tl.constexpr) -> None:
-    row = tl.arange(0, x.shape[0])
-    tl.store(out + row[:, None] * D + row[None, :], x, (row < D)[:, None] & (row < D)[None, :])
-
-
-@triton.jit
 def row_mean(x: tl.tensor, D: tl.constexpr) -> tl.tensor:
     """[C,1]."""
     return (tl.sum(x, axis=1) * (1.0 / D))[:, None]

@@ -7,7 +7,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longtake.kernels.triton_tiles import TRITON_TYPES, aligned, dense, octet_strides, padded, round_to, to_operand
+from longtake.kernels.triton_tiles import (
+    TRITON_TYPES,
+    aligned,
+    dense,
+    octet_strides,
+    padded,
+    round_to,
+    store_square,
+    to_operand,
+)
 from longtake.kernels.ttt.inputs import TttInputs
 from longtake.kernels.ttt.tiles import (
     inner_step,
@@ -19,7 +28,6 @@ from longtake.kernels.ttt.tiles import (
     seen_by,
     span,
     store_rows,
-    store_square,
     store_vector,
 )
 

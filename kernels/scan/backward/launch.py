@@ -9,12 +9,10 @@ from longtake.kernels.scan.backward.activation import Placement, RawGradients, a
 from longtake.kernels.scan.backward.recall import recall
 from longtake.kernels.scan.backward.receive import receive
 from longtake.kernels.scan.backward.tokens import TokenGradients, token_gradients
-from longtake.kernels.scan.inputs import Activation, Scan
+from longtake.kernels.scan.inputs import PLAIN, Scan
 from longtake.kernels.scan.launch import Saved
 from longtake.kernels.scan.prepare import prepare
 from longtake.kernels.scan.remember import Memory
-
-UNTOUCHED = Activation("none", (None, None), 0.0, None, relu=False, k_scale=1.0)
 
 
 class Upstream(NamedTuple):
@@ -44,7 +42,6 @@ def scan_gradients(
     upstream: Upstream,
     *,
     state: Memory | None,
-    slots: Tensor | None,
     starts: Tensor | None,
 ) -> Gradients:
     """Gradients of a scan whose reads were not mapped back into ray frames; its RMS is computed inside."""
@@ -59,12 +56,9 @@ def scan_gradients(
         saved.snapshots,
         state=state,
         final_grad=final_grad,
-        slots=slots,
         starts=starts,
     )
-    found = token_gradients(
-        damped, operands, recalled, saved.snapshots, grad, denominator_grad, state=state, slots=slots
-    )
+    found = token_gradients(damped, operands, recalled, saved.snapshots, grad, denominator_grad, state=state)
     beta, growth_grad = found.beta, None
     if operands.growth is not None:
         beta, growth_grad = _undamped(scan.beta, found.beta, operands.growth)
@@ -94,7 +88,7 @@ def _raw(scan: Scan, found: TokenGradients, growth_grad: Tensor | None) -> tuple
     at_k = Placement(inverse, False, positions.tables, growth_grad)
     q = activation_gradients(scan.q, found.q, q_weight, activation, 1.0, at_q)
     k = activation_gradients(scan.k, found.k, k_weight, activation, k_scale, at_k)
-    return q, k, activation_gradients(scan.v, found.v, None, UNTOUCHED, 1.0, at_k._replace(growth_grad=None)).x
+    return q, k, activation_gradients(scan.v, found.v, None, PLAIN, 1.0, at_k._replace(growth_grad=None)).x
 
 
 def _growth(beta: Tensor, growth: Tensor) -> Tensor:

@@ -93,14 +93,13 @@ def _recall_normaliser(
 
 
 @triton.jit(
-    do_not_specialize=["heads", "frames", "chunks", "first_direction", "has_state", "has_slots", "has_final"],
+    do_not_specialize=["heads", "frames", "chunks", "first_direction", "has_state", "has_final"],
 )
 def _recall_kernel(
     transitions: tl.tensor,
     received: tl.tensor,
     decay: tl.tensor,
     starts: tl.tensor,
-    slots: tl.tensor,
     kv: tl.tensor,
     z: tl.tensor,
     snapshots: tl.tensor,
@@ -117,7 +116,6 @@ def _recall_kernel(
     chunks: int,
     first_direction: int,
     has_state: int,
-    has_slots: int,
     has_final: int,
     D: tl.constexpr,
     SIDE: tl.constexpr,
@@ -134,8 +132,6 @@ def _recall_kernel(
     reverse = tl.program_id(2) + first_direction == 1
     seeded = (has_state != 0) & (not reverse)
     finished = (has_final != 0) & (not reverse)
-    slot = tl.load(slots + memory // heads, has_slots != 0, 0).to(tl.int64)
-    source = tl.where(has_slots != 0, slot * heads + memory % heads, memory)
     transitions += memory * frames * (2 if NORMALISER else 1) * D * D
     received += memory * frames * (D + 1 if NORMALISER else D) * D
     decay += memory * frames
@@ -143,14 +139,14 @@ def _recall_kernel(
     decay_grad += ((tl.program_id(2) * tl.num_programs(1) + block) * tl.num_programs(0) + memory) * frames
     if block * COLUMNS < D:
         _recall_values(
-            transitions, received, decay, starts, kv + source * D * D, snapshots + which * D * D,
+            transitions, received, decay, starts, kv + memory * D * D, snapshots + which * D * D,
             final_kv_grad + memory * D * D, grads + which * D * D, decay_grad, kv_grad + memory * D * D,
             seeded, finished, reverse, frames, chunks, block,
             D, SIDE, COLUMNS, STAGES, FRAMES, NORMALISER, OPERAND, PRECISION,
         )  # fmt: skip
     else:
         _recall_normaliser(
-            transitions + D * D, received + D * D, decay, starts, z + source * D, z_snapshots + which * D,
+            transitions + D * D, received + D * D, decay, starts, z + memory * D, z_snapshots + which * D,
             final_z_grad + memory * D, z_grads + which * D, decay_grad, z_grad + memory * D,
             seeded, finished, reverse, frames, chunks, D, SIDE, STAGES, FRAMES,
         )  # fmt: skip
@@ -176,7 +172,6 @@ def recall(
     *,
     state: Memory | None,
     final_grad: Memory | None,
-    slots: Tensor | None,
     starts: Tensor | None,
 ) -> Recalled:
     """Gradients of every frame's memory, of its decay, and of the `state` that the forward direction started from."""
@@ -196,7 +191,6 @@ def recall(
         received,
         scan.decay,
         scan.decay if starts is None else starts,
-        scan.decay if slots is None else slots,
         kv,
         kv if z is None else z,
         snapshots.kv,
@@ -213,7 +207,6 @@ def recall(
         0 if starts is None else starts.shape[0],
         int(scan.direction == "reverse"),
         int(state is not None),
-        int(slots is not None),
         int(final_grad is not None),
         D=dim,
         SIDE=padded(dim),

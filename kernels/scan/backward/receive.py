@@ -5,10 +5,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longtake.kernels.scan.absorb import load_rows, load_tokens, store_square
+from longtake.kernels.scan.absorb import load_rows, load_tokens
 from longtake.kernels.scan.inputs import Scan
 from longtake.kernels.scan.prepare import Operands
-from longtake.kernels.triton_tiles import octet_strides, padded, to_operand
+from longtake.kernels.triton_tiles import octet_strides, padded, store_square, to_operand
 
 SUMMED_ROWS = tl.constexpr(16)
 """Of queries that are summed one by one: a thread's own rows are added before they take registers."""

@@ -127,7 +127,7 @@ def _queries_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "heads", "frames", "tokens", "added", "reverse", "has_state", "has_slots", "v_batch", "v_token", "v_head",
+        "heads", "frames", "tokens", "added", "reverse", "has_state", "v_batch", "v_token", "v_head",
         "beta_frame", "beta_token", "own_tables",
     ]
 )  # fmt: skip
@@ -139,7 +139,6 @@ def _keys_kernel(
     decay: tl.tensor,
     cos: tl.tensor,
     sin: tl.tensor,
-    slots: tl.tensor,
     kv: tl.tensor,
     z: tl.tensor,
     snapshots: tl.tensor,
@@ -155,7 +154,6 @@ def _keys_kernel(
     added: int,
     reverse: int,
     has_state: int,
-    has_slots: int,
     v_batch: int,
     v_token: int,
     v_head: int,
@@ -185,12 +183,9 @@ def _keys_kernel(
     turns = (place + batch * frames * own_tables) * tokens * (D // 2)
     key = tl.arange(0, SIDE)
     held = place - tl.where(reverse != 0, 0, 1)  # the snapshot of what this frame was absorbed into
-    source = memory
-    if has_slots != 0:
-        source = tl.load(slots + batch).to(tl.int64) * heads + head
     fade = tl.load(decay + frame).to(tl.float32)
     grads += frame * D * D
-    kv += source * D * D
+    kv += memory * D * D
     snapshots += (memory * frames + held) * D * D
     HELD: tl.constexpr = COLUMNS == SIDE
     if HELD:
@@ -198,7 +193,7 @@ def _keys_kernel(
         faded = to_operand(_load_faded(fade, snapshots, kv, held, has_state, key, D, SIDE), OPERAND, PRECISION)
     if NORMALISER:
         y = fade * tl.load(z_snapshots + (memory * frames + held) * D + key, (key < D) & (held >= 0), 0.0)
-        y += fade * tl.load(z + source * D + key, (key < D) & (held < 0) & (has_state != 0), 0.0)
+        y += fade * tl.load(z + memory * D + key, (key < D) & (held < 0) & (has_state != 0), 0.0)
         zeta = tl.load(z_grads + frame * D + key, key < D, 0.0)
     for tile in range(TILES):
         row = (tl.program_id(1) * TILES + tile) * ROWS + tl.arange(0, ROWS)
@@ -256,7 +251,6 @@ def token_gradients(
     denominator_grad: Tensor | None,
     *,
     state: Memory | None,
-    slots: Tensor | None,
 ) -> TokenGradients:
     """Gradients of all tokens, fp32; `operands` of a backward pass."""
     batch, heads, frames = scan.decay.shape
@@ -304,7 +298,6 @@ def token_gradients(
             scan.beta,
             scan.decay,
             *turned,
-            stand_in if slots is None else slots,
             kv,
             kv if z is None else z,
             snapshots.kv[i],
@@ -317,7 +310,6 @@ def token_gradients(
             added=i,
             reverse=int(reverse),
             has_state=int(state is not None and not reverse),
-            has_slots=int(slots is not None),
             **dict(zip(("v_batch", "v_token", "v_head"), octet_strides(operands.v), strict=True)),
             **dict(zip(("beta_frame", "beta_token"), (1, 0) if scan.beta.ndim == 3 else (scan.tokens, 1), strict=True)),
             COLUMNS=min(config.keys_columns, padded(scan.dim)),
