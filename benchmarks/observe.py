@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.overhead import begin
-from benchmarks.results import report, row
+from benchmarks.results import SERVED, report, row
 from longtake.client import Client
 from longtake.server.model.registry import load_model
 from longtake.server.model.world import ChunkCamera, ChunkOutput, State
@@ -85,7 +85,11 @@ def observe_clip(path: Path) -> str:
     """Observe the first chunks of a clip, then generate one more."""
     frames = read_clip([path.read_bytes()], 64, 64)
     poses = [np.eye(4).tolist()] * len(frames)
-    with tempfile.TemporaryDirectory() as folder, private_server(Path(folder)) as server, Client(server.url) as client:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        private_server(Path(folder), *SERVED) as server,
+        Client(server.url) as client,
+    ):
         session = begin(client)
         seen = client.observe(session, path, poses=poses)
         after = client.generate(session, actions="w-24")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks.results import report, row
+from benchmarks.results import SERVED, report, row
 from longtake.api_schemas.camera import Camera
 from longtake.api_schemas.resources import Advanced, PostChunks
 from longtake.client import Client
@@ -26,7 +26,11 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=60)
     parser.add_argument("--record", action="store_true", help="append the row to benchmarks/RESULTS.md")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, private_server(Path(folder)) as server, Client(server.url) as client:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        private_server(Path(folder), *SERVED) as server,
+        Client(server.url) as client,
+    ):
         session = begin(client)
         check(client, session)
         overheads, commits = measure(server.url, session, arguments.chunks)

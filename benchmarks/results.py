@@ -9,6 +9,9 @@ from pathlib import Path
 
 RESULTS = Path(__file__).parent / "RESULTS.md"
 
+SERVED = ("--model", "tiny-untrained")
+"""Options of the servers that are measured: rows of different days are about the same model."""
+
 
 def row(work: str, number: str, floor: str, hardware: str | None = None) -> str:
     """One row of today, for the commit that is checked out; the hardware is this machine's CPU when left out."""

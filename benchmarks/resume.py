@@ -15,7 +15,7 @@ import time
 from importlib.resources import as_file, files
 from pathlib import Path
 
-from benchmarks.results import report, row
+from benchmarks.results import SERVED, report, row
 from longtake.client import Client
 from longtake.server.private import private_server
 from longtake.state_cache import RedisStore, StoreUnavailable, packaged_binary
@@ -34,7 +34,7 @@ def main() -> None:
         url = f"unix://{folder}/s"
         redis = start_redis(Path(folder))
         try:
-            options = ("--state-url", url)
+            options = ("--state-url", url, *SERVED)
             with private_server(None, *options) as first, private_server(None, *options) as second:
                 found = {
                     rests: measure(first.url, second.url, arguments.sessions, rests=rests) for rests in (True, False)

@@ -16,7 +16,7 @@ from pathlib import Path
 import av
 
 from benchmarks.overhead import begin
-from benchmarks.results import report, row
+from benchmarks.results import SERVED, report, row
 from longtake.api_schemas.resources import CHUNK_FRAMES
 from longtake.client import Client
 from longtake.server.private import PrivateServer, private_server
@@ -29,7 +29,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--record", action="store_true", help="append the rows to benchmarks/RESULTS.md")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, private_server(Path(folder)) as server, Client(server.url) as client:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        private_server(Path(folder), *SERVED) as server,
+        Client(server.url) as client,
+    ):
         rows = [first_byte(client), many_sessions(server, client)]
     report(rows, record=arguments.record)
 

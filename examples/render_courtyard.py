@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from longtake.server.camera.actions import Controller, parse_actions
-from longtake.server.demo import ACTIONS
 
 WIDTH, HEIGHT = 640, 384
 SUN = np.array([-0.45, -0.55, 0.7]) / np.linalg.norm([-0.45, -0.55, 0.7])
@@ -81,9 +80,9 @@ def column(rays: Array, x: float, z: float, radius: float) -> tuple[Array, Array
 
 
 def walk() -> Array:
-    """Poses [73,4,4]: the demo's actions for 48 frames, then on in an arc to the left."""
+    """Poses [73,4,4]: ahead, then in an arc to the right, then in one to the left."""
     controller, poses = Controller.start(), [np.eye(4)]
-    for keys in parse_actions(f"{ACTIONS},wa-24", "actions"):
+    for keys in parse_actions("w-24,wd-24,wa-24", "actions"):
         controller = controller.advance(keys, "sana-smooth")
         poses.append(controller.pose)
     return np.stack(poses)

@@ -1,4 +1,4 @@
-"""The command line: `longtake demo`, `serve`, `generate`, `sessions`."""
+"""The command line: `longtake demo`, `serve`, `generate`, `scene`, `sessions`."""
 
 import os
 from collections.abc import Iterator
@@ -140,6 +140,23 @@ def generate(
         where = "".join(f" {name} {value}" for name, value in options if value)
         again = f"go on with: longtake generate --session {session} --actions w-24{where}"
         console.print(again, highlight=False, markup=False, soft_wrap=True)
+
+
+@app.command()
+def scene(
+    seed: Annotated[int, typer.Option(min=0, max=2**31, help="Which scene.")] = 7,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write into.")] = Path(),
+    frames: Annotated[int, typer.Option(min=1, max=4096, help="New frames of the path.")] = 240,
+    actions: Annotated[
+        str | None,
+        typer.Option(help="Keys and frames of the path, such as w-48,d-24; drawn by the seed when left out."),
+    ] = None,
+) -> None:
+    """Draw a scene such as tiny-world was trained on: a first frame, a camera path and a prompt."""
+    from longtake.server.scene import run_scene
+
+    with _friendly():
+        run_scene(seed, frames, actions, out, console)
 
 
 @sessions_app.command("ls")

@@ -195,10 +195,13 @@ def post_moves(client: Client, session_id: str, moves: Sequence[Move], chunks: i
     columns = (TextColumn("chunk"), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=chunks)
+        said = set[str]()
         for move in moves:
             for chunk in client.generate(session_id, **move).data:
                 spent = "  ".join(f"{stage} {ms:.0f} ms" for stage, ms in chunk.timings_ms.items())
                 progress.console.print(f"chunk {chunk.index}: {spent}", highlight=False, soft_wrap=True)
-                for warning in chunk.warnings:
-                    progress.console.print(f"[yellow]warning:[/] {warning}", soft_wrap=True)
+                for warning in dict.fromkeys(chunk.warnings):
+                    if warning not in said:
+                        progress.console.print(f"[yellow]warning:[/] {warning}", soft_wrap=True)
+                said.update(chunk.warnings)
                 progress.advance(task)

@@ -38,7 +38,7 @@ class Settings(BaseSettings):
 
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
-    model: str = Field("tiny-untrained", description="Model to serve.")
+    model: str = Field("tiny-world", description="Model to serve.")
     state_url: str | None = Field(
         None,
         pattern=r"^((redis|rediss)(\+sentinel)?|unix)://",

@@ -40,6 +40,7 @@ def test_every_setting_is_documented_with_its_default(monkeypatch: pytest.Monkey
         "demo",
         "serve",
         "generate",
+        "scene",
         "sessions ls",
         "sessions show",
         "sessions fork",

@@ -17,7 +17,8 @@ from longtake.server.model.state import GdnMemory, SoftmaxMemory, TransformerSta
 from longtake.server.model.transformer import SanaWMTransformer
 from longtake.server.model.weights import build_transformer
 
-BOUND = 2e-5
+BOUND = 5e-5
+"""Largest difference from golden numbers: fp32 on CPUs with other vector units moved outputs by 2.2e-5."""
 GRID = (4, 6)
 DOWNSCALED = {"cam_downscale_gdn": True, "cam_downscale_softmax": True}
 STREAMS = {

@@ -47,11 +47,15 @@ def plucker_map(c2w: NDArray[np.float64], intrinsics: NDArray[np.float64], heigh
     Returns:
         [48,F,h,w] fp32, computed in float64; channel 6·frame + component, unit direction d before moment o × d.
     """
-    poses = torch.from_numpy(c2w)
-    directions = _world_rays(poses, torch.from_numpy(intrinsics), height, width)
-    origins = poses[..., None, None, :3, 3].expand_as(directions)
+    return plucker_rays(torch.from_numpy(c2w), torch.from_numpy(intrinsics), height, width).float()
+
+
+def plucker_rays(c2w: Tensor, intrinsics: Tensor, height: int, width: int) -> Tensor:
+    """As `plucker_map`, for tensors [...,F,8,4,4] and [...,F,8,4] on any device → [...,48,F,h,w] in their dtype."""
+    directions = _world_rays(c2w, intrinsics, height, width)
+    origins = c2w[..., None, None, :3, 3].expand_as(directions)
     rays = torch.cat([directions, torch.linalg.cross(origins, directions)], dim=-1)
-    return rays.permute(1, 4, 0, 2, 3).flatten(0, 1).float()
+    return rays.movedim((-4, -1, -5), (-5, -4, -3)).flatten(-5, -4)
 
 
 def chunk_geometry(

@@ -19,7 +19,7 @@ from longtake.server.engine.leases import Leases
 from longtake.server.engine.limits import Limits
 from longtake.server.engine.metrics import Metrics
 from longtake.server.engine.plan import Plan, pending_count, plan_request
-from longtake.server.engine.prompts import load_text, with_prompt
+from longtake.server.engine.prompts import changed_prompt_warnings, load_text, with_prompt
 from longtake.server.engine.publish import Making, Published, commit_cursor, publish
 from longtake.server.engine.resume import Resumer
 from longtake.server.engine.snapshots import Snapshot, Snapshots
@@ -236,12 +236,12 @@ class Advancer:
         for offset in range(len(run.task.plan.chunks)):
             try:
                 self._workers.check_open()
-                output, queue_ms = await self._compute(run, offset)
+                output, making = await self._compute(run, offset)
             finally:
                 if committing is not None:
                     run.published.append(await _finished(committing))
             run.state = output.state
-            committing = asyncio.create_task(self._publish(run, offset, output, queue_ms))
+            committing = asyncio.create_task(self._publish(run, offset, output, making))
             self._snapshot(run, offset, output, committing)
             if run.delivery.hurry and offset == 0:
                 run.published.append(await _finished(committing))
@@ -249,23 +249,24 @@ class Advancer:
         if committing is not None:
             run.published.append(await _finished(committing))
 
-    async def _compute(self, run: Run, offset: int) -> tuple[ChunkOutput, float]:
+    async def _compute(self, run: Run, offset: int) -> tuple[ChunkOutput, Making]:
         task, conditions, state = run.task, run.live.conditions, run.state
         step, index = task.plan.chunks[offset], task.head.chunk + 1 + offset
         camera = ChunkCamera(step.poses, step.intrinsics, task.camera.intrinsics)
         loop = asyncio.get_running_loop()
 
-        def compute() -> ChunkOutput:
+        def compute() -> tuple[ChunkOutput, list[str]]:
             loop.call_soon_threadsafe(self._events.progress, task.session.id, index, "computing")
+            warnings = changed_prompt_warnings(self._model, step.cursor)
             if step.clip is not None:
-                return self._model.observe(conditions, state, index, camera, step.clip)
-            return self._model.generate(conditions, state, index, camera, step.cursor.seed)
+                return self._model.observe(conditions, state, index, camera, step.clip), warnings
+            return self._model.generate(conditions, state, index, camera, step.cursor.seed), warnings
 
         self._events.progress(task.session.id, index, "queued")
-        return await self._workers.compute(compute)
+        (output, warnings), queue_ms = await self._workers.compute(compute)
+        return output, Making(self._fingerprint, self._model.spec.fps, queue_ms, warnings)
 
-    async def _publish(self, run: Run, offset: int, output: ChunkOutput, queue_ms: float) -> Published:
-        making = Making(self._fingerprint, self._model.spec.fps, queue_ms)
+    async def _publish(self, run: Run, offset: int, output: ChunkOutput, making: Making) -> Published:
         step, plan = run.task.step(run.live.fence, offset), run.task.plan.chunks[offset]
         self._events.progress(step.session_id, step.head + 1, "committing")
         try:

@@ -5,7 +5,7 @@ import hashlib
 import re
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,8 +72,13 @@ class Creator:
                 session_id = await claimed_id(self._calls, claim, mine, session_id)
                 if (made := await self._calls.call(self._made, session_id)) is not None:
                     return made, True
-            conditions, _ = await self._workers.compute(self._model.condition, view.image, request.prompt)
+            (conditions, warned), _ = await self._workers.compute(self._understand, view.image, request.prompt)
+            view = replace(view, warnings=[*view.warnings, *warned])
             return await self._calls.call(self._write, request, session_id, claim, owner, view, conditions)
+
+    def _understand(self, image: Frames, prompt: str) -> tuple[Conditions, list[str]]:
+        """What the model makes of the first frame and the prompt, and what it says about that."""
+        return self._model.condition(image, prompt), self._model.warnings(image, prompt)
 
     def _made(self, session_id: str) -> Session | None:
         """The session as it was created, if an earlier attempt has come so far."""

@@ -32,6 +32,11 @@ def prompt_in_force(session: SessionRecord, cursor: Cursor) -> str:
     return session.prompt if cursor.prompt is None else cursor.prompt
 
 
+def changed_prompt_warnings(model: WorldModel, cursor: Cursor) -> list[str]:
+    """What the model says of a prompt that is not the session's own, whose warnings the session has."""
+    return [] if cursor.prompt is None else model.warnings(None, cursor.prompt)
+
+
 def with_prompt(
     store: Store, model: WorldModel, session: SessionRecord, cursor: Cursor, prompt: str, take_turn: TakeTurn = at_once
 ) -> Cursor:

@@ -22,11 +22,12 @@ from longtake.state_cache import (
 
 @dataclass(frozen=True)
 class Making:
-    """How a chunk was made: the model's fingerprint, frames a second, wait for the compute thread."""
+    """How a chunk was made: the model's fingerprint and warnings, frames a second, wait for the compute thread."""
 
     fingerprint: Fingerprint
     fps: int
     queue_ms: float
+    warnings: list[str]
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def _commit(
         frames_digest=digests[0],
         state_digest=digests[1],
         timings_ms={stage: round(ms, 3) for stage, ms in timings.items()},
-        warnings=plan.warnings,
+        warnings=[*plan.warnings, *making.warnings],
         created_at=time.time(),
     )
     with timed(timings, "commit"):

@@ -11,6 +11,7 @@ import torch
 from longtake.server.engine.engine import Engine
 from longtake.server.engine.limits import Limits
 from longtake.server.model.registry import UnknownModelError, load_model
+from longtake.server.model.weights import WeightsError
 from longtake.server.model.world import WorldModel
 from longtake.server.settings import Settings, StartError
 from longtake.server.video.clips import ClipLimits
@@ -43,7 +44,7 @@ def start_engine(settings: Settings) -> Iterator[Engine]:
         try:
             store = open_store(settings, stack)
             model = load_model(settings.model, settings.device)
-        except (StoreError, UnknownModelError) as error:
+        except (StoreError, UnknownModelError, WeightsError) as error:
             raise StartError(str(error)) from error
         limits = Limits(
             queue_size=settings.queue_size,

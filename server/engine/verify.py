@@ -17,6 +17,7 @@ from longtake.server.engine.replay import Replay, check_contents
 from longtake.server.engine.start import open_store
 from longtake.server.model.registry import UnknownModelError, load_model
 from longtake.server.model.state import StateLayoutError
+from longtake.server.model.weights import WeightsError
 from longtake.server.model.world import ChunkOutput, State, WorldModel
 from longtake.server.settings import Settings, StartError
 from longtake.server.video.images import frames_digest
@@ -101,7 +102,7 @@ def opened_for_verifying(settings: Settings, session_id: str, model: str | None)
         except DataDirectoryBusy as error:
             way_out = "stop it first, or give the --state-url of a store that several may use"
             raise StartError(f"{error}: {way_out}") from error
-        except (StoreError, UnknownModelError) as error:
+        except (StoreError, UnknownModelError, WeightsError) as error:
             raise StartError(str(error)) from error
 
 

@@ -10,7 +10,7 @@ from longtake.server.model.ffn import MixFFN
 from longtake.server.model.gdn_attention import GdnAttention
 from longtake.server.model.layers import modulate
 from longtake.server.model.softmax_attention import SoftmaxAttention
-from longtake.server.model.state import BlockState, owned
+from longtake.server.model.state import BlockState, carried
 
 
 class Block(nn.Module):
@@ -18,6 +18,7 @@ class Block(nn.Module):
 
     def __init__(self, config: SanaWMConfig, index: int) -> None:
         super().__init__()
+        self.config = config
         self.index = index
         self.eps = config.layernorm_eps
         self.scale_shift_table = nn.Parameter(torch.zeros(6, config.hidden_size))
@@ -40,5 +41,5 @@ class Block(nn.Module):
         text = chunk.text
         x = x + self.cross_attn(x, text.keys[self.index], text.values[self.index], text.mask)
         h = modulate(x, shift_ffn, scale_ffn, self.eps)
-        mixed, tail = self.mlp(h, chunk.shape[1:], None if state is None else state.ffn_tail)
-        return x + gate_ffn * mixed, BlockState(memory, owned(tail)) if write else None
+        mixed, tail = self.mlp(h, chunk.shape[1:], None if state is None else state.ffn_tail.to(h.dtype))
+        return x + gate_ffn * mixed, BlockState(memory, carried(tail, self.config)) if write else None

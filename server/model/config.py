@@ -18,6 +18,8 @@ class SanaWMConfig:
         cam_downscale_gdn: camera q, k, v of gated delta blocks are shrunk to their RMS before the ray transform.
         cam_downscale_softmax: the same in softmax blocks.
         softmax_padded_scale: softmax scale of the head dim padded for flash attention instead of its own.
+        carry_bf16: tokens that are carried from chunk to chunk (tails, keys and values of past chunks) are rounded to
+            bf16, whatever the dtype of the weights; scan states stay fp32.
     """
 
     num_layers: int
@@ -47,6 +49,7 @@ class SanaWMConfig:
     cam_downscale_gdn: bool = False
     cam_downscale_softmax: bool = False
     softmax_padded_scale: bool = True
+    carry_bf16: bool = False
 
     def __post_init__(self) -> None:
         if self.hidden_size % (8 * self.num_attention_heads):
@@ -103,3 +106,18 @@ TINY_UNTRAINED = SanaWMConfig(
     latent_hw=(6, 10),
 )
 """The same architecture at a size that any CPU runs, for weights that were never trained."""
+
+TINY_WORLD = SanaWMConfig(
+    num_layers=8,
+    hidden_size=192,
+    num_attention_heads=6,
+    in_channels=24,
+    out_channels=24,
+    caption_channels=64,
+    model_max_length=16,
+    latent_hw=(10, 16),
+    mlp_ratio=2.0,
+    conv_kernel_size=2,
+    carry_bf16=True,
+)
+"""The trained model that ships: 128×80 pixels, latents of 8×8 pixels and 8 frames, a state below 8 MB."""

@@ -2,16 +2,26 @@
 
 import hashlib
 import platform
+from typing import Any, Protocol
 
 import torch
 
 from longtake.kernels import backend as kernels
 from longtake.server.model.precision import scan_precision
-from longtake.server.model.transformer import SanaWMTransformer
-from longtake.server.model.vae import CausalVideoVAE
 
 
-def weights_fingerprint(name: str, *modules: SanaWMTransformer | CausalVideoVAE) -> str:
+class Part(Protocol):
+    """A module with its configuration, whose `repr` tells everything that it decides."""
+
+    @property
+    def config(self) -> object:
+        """What decides its arithmetic besides its weights."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its tensors by name."""
+
+
+def weights_fingerprint(name: str, *modules: Part) -> str:
     """Hash of a model's id, its configurations and every tensor: names, dtypes, shapes and bytes."""
     digest = hashlib.sha256(name.encode())
     for module in modules:

@@ -21,7 +21,7 @@ from longtake.server.model.attention import CameraAttention
 from longtake.server.model.conditions import CameraCondition, ChunkCondition
 from longtake.server.model.config import SanaWMConfig
 from longtake.server.model.precision import scan_precision
-from longtake.server.model.state import GdnMemory
+from longtake.server.model.state import GdnMemory, carried
 
 Tokens = tuple[Tensor, Tensor, Tensor]
 Gates = tuple[Tensor, Tensor]
@@ -69,7 +69,8 @@ class GdnAttention(CameraAttention):
         out = self.merge(h, main, camera)
         if not write:
             return out, None
-        return out, GdnMemory(state.kv, state.z, cam_kv, k_tail, cam_k_tail if self.config.cache_cam_conv else None)
+        tails = [carried(tail, self.config) for tail in (k_tail, cam_k_tail)[: 1 + self.config.cache_cam_conv]]
+        return out, GdnMemory(state.kv, state.z, cam_kv, *tails)
 
     def k_scale(self, h: Tensor) -> float:
         """D^−½·S^−½, which keeps the transition contractive at any resolution."""
@@ -80,7 +81,7 @@ class GdnAttention(CameraAttention):
     ) -> tuple[Tensor, GdnState, Tensor]:
         """Main branch [B,N,H,D], its state and the tail of raw keys."""
         q, k, v = self.qkv(h).chunk(3, dim=-1)
-        k, k_tail = self.conv_k(k, None if memory is None else memory.k_tail)
+        k, k_tail = self.conv_k(k, None if memory is None else memory.k_tail.to(h.dtype))
         found = gdn_scan(
             self.tokens(q),
             self.tokens(k),
@@ -106,7 +107,7 @@ class GdnAttention(CameraAttention):
         self, h: Tensor, beta: Tensor, decay: Tensor, camera: CameraCondition, memory: GdnMemory | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Camera branch [B,N,H,D], its state and the tail of raw keys."""
-        tail = None if memory is None else memory.cam_k_tail
+        tail = None if memory is None or memory.cam_k_tail is None else memory.cam_k_tail.to(h.dtype)
         k, k_tail = self.conv_k_cam(self.k_proj_cam(h), tail)
         tokens = (self.tokens(self.q_proj_cam(h)), self.tokens(k), self.tokens(self.v_proj_cam(h)))
         run = self.downscaled if self.config.cam_downscale_gdn else self.branch

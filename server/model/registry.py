@@ -1,15 +1,44 @@
 """The models that can be served, by id."""
 
 from collections.abc import Callable
+from importlib.resources import as_file, files
+from pathlib import Path
 
 import torch
 
+from longtake.server.model.bundle import load_bundle
 from longtake.server.model.config import TINY_UNTRAINED
+from longtake.server.model.familiarity import first_frame_warnings
 from longtake.server.model.streaming import StreamingModel
 from longtake.server.model.text import embed_words
 from longtake.server.model.vae import TINY_VAE, CausalVideoVAE, init_untrained
 from longtake.server.model.weights import build_transformer, untrained_weights
-from longtake.server.model.world import ModelSpec, WorldModel
+from longtake.server.model.world import Frames, ModelSpec, WorldModel
+
+
+def tiny_world(device: str) -> WorldModel:
+    """The trained model that ships."""
+    with as_file(files("longtake.server") / "model" / "assets" / "tiny-world") as folder:
+        return world_from(folder, device)
+
+
+def world_from(folder: Path, device: str) -> WorldModel:
+    """`tiny-world` with the weights in a folder. Raises `WeightsError`."""
+    bundle = load_bundle(folder, device)
+    height, width = bundle.transformer.config.latent_hw
+    side = bundle.vae.config.space_compression
+    spec = ModelSpec(
+        id="tiny-world",
+        description="SANA-WM's architecture at a small size, trained on scenes that were rendered for it.",
+        width=side * width,
+        height=side * height,
+    )
+
+    def warn(first_frame: Frames | None, prompt: str) -> list[str]:
+        seen = [] if first_frame is None else first_frame_warnings(bundle.vae, first_frame, bundle.familiarity)
+        return seen + bundle.words.warnings(prompt)
+
+    return StreamingModel(spec, bundle.transformer, bundle.vae, bundle.words, warn)
 
 
 def tiny_untrained(device: str) -> WorldModel:
@@ -32,7 +61,7 @@ def tiny_untrained(device: str) -> WorldModel:
     )
 
 
-MODELS: dict[str, Callable[[str], WorldModel]] = {"tiny-untrained": tiny_untrained}
+MODELS: dict[str, Callable[[str], WorldModel]] = {"tiny-world": tiny_world, "tiny-untrained": tiny_untrained}
 """Every model id with what loads it."""
 
 
@@ -43,7 +72,7 @@ class UnknownModelError(ValueError):
 def load_model(name: str, device: str = "cpu") -> WorldModel:
     """Load a model on to a device, which is set to repeat itself to the bit.
 
-    Raises `UnknownModelError`, naming those there are.
+    Raises `UnknownModelError`, naming those there are; `WeightsError` when its weights can not be had.
     """
     if name not in MODELS:
         raise UnknownModelError(f"there is no model {name!r}; choose one of: {', '.join(sorted(MODELS))}")

@@ -1,5 +1,6 @@
 """Rotary tables over (frame, row, column), computed in float64 at absolute frames, so that no take is too long."""
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -58,3 +59,12 @@ def rope_tables(start_frame: int, shape: tuple[int, int, int], head_dim: int, th
 
     main, camera = table(axis_pairs(head_dim)), table(axis_pairs(head_dim // 2))
     return RopeTables(main.cos(), main.sin(), camera.cos(), camera.sin())
+
+
+@lru_cache(maxsize=32)
+def cached_tables(
+    start_frame: int, shape: tuple[int, int, int], head_dim: int, theta: float, device: torch.device
+) -> RopeTables:
+    """`rope_tables` in fp32 on a device; not to be changed. Asked for again nothing is copied to the device."""
+    with torch.inference_mode(mode=False):  # what is cached may be part of a training step
+        return RopeTables(*(table.float().to(device) for table in rope_tables(start_frame, shape, head_dim, theta)))

@@ -7,7 +7,7 @@ from longtake.kernels import cam_output, cam_prepare
 from longtake.kernels.rope import rotate
 from longtake.server.model.attention import CameraAttention, attend
 from longtake.server.model.conditions import CameraCondition, ChunkCondition
-from longtake.server.model.state import SoftmaxMemory, Span, owned, remember
+from longtake.server.model.state import SoftmaxMemory, Span, carried, remember
 
 
 class SoftmaxAttention(CameraAttention):
@@ -25,12 +25,15 @@ class SoftmaxAttention(CameraAttention):
         cam_q, cam_k, cam_v = self.camera(h, chunk.camera)
         camera = self.attend([span.cam_k for span in past], [span.cam_v for span in past], cam_q, cam_k, cam_v)
         camera = cam_output(camera, chunk.camera.projection, chunk.camera.cos, chunk.camera.sin)
-        span = Span(*map(owned, (k, v, cam_k, cam_v))) if write else None
+        span = Span(*(carried(x, self.config) for x in (k, v, cam_k, cam_v))) if write else None
         return self.merge(h, main, camera), None if span is None else remember(memory, span, self.config)
 
     def attend(self, past_k: list[Tensor], past_v: list[Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend from q [B,N,H,D] over the past chunks and its own → [B,N,H,D]."""
-        return attend(q, torch.cat((*past_k, k), dim=1), torch.cat((*past_v, v), dim=1), self.config.softmax_scale)
+        keys, values = (
+            torch.cat((*(x.to(q.dtype) for x in past), own), dim=1) for past, own in ((past_k, k), (past_v, v))
+        )
+        return attend(q, keys, values, self.config.softmax_scale)
 
     def main(self, h: Tensor, chunk: ChunkCondition) -> tuple[Tensor, Tensor, Tensor]:
         """q, k with norm and rotary positions, and v; each [B,N,H,D]."""

@@ -22,11 +22,16 @@ def owned(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
+def carried(x: Tensor, config: SanaWMConfig) -> Tensor:
+    """Tokens as they are carried to the next chunk: a copy like `owned`, in bf16 if the configuration says so."""
+    return owned(x.bfloat16() if config.carry_bf16 else x)
+
+
 class GdnMemory(NamedTuple):
     """Memory of a gated delta block.
 
     `kv`, `cam_kv` [B,H,D,D] fp32, rows = key dim; `z` [B,H,D] fp32; `k_tail`, `cam_k_tail` [B,3,S,C]: raw keys of the
-    last frames for the short convolutions, in the model's dtype (`cam_k_tail` only with `cache_cam_conv`).
+    last frames for the short convolutions, as `carried` keeps them (`cam_k_tail` only with `cache_cam_conv`).
     """
 
     kv: Tensor
@@ -41,7 +46,7 @@ class GdnMemory(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Keys and values of one chunk in a softmax block, positions applied: each [B,N,H,D] in the model's dtype."""
+    """Keys and values of one chunk in a softmax block, positions applied: each [B,N,H,D], as `carried` keeps them."""
 
     k: Tensor
     v: Tensor

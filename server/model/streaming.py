@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from longtake.api_schemas.resources import LATENT_FRAMES
 from longtake.server.camera.rays import chunk_geometry
@@ -21,6 +21,9 @@ from longtake.server.model.world import ChunkCamera, ChunkOutput, Conditions, Fr
 TextEncoder = Callable[[str], tuple[Tensor, Tensor]]
 """Prompt to text [1,L,E] and mask [1,L]."""
 
+Warn = Callable[[Frames | None, str], list[str]]
+"""What a user should know about what a model makes of a first frame (uint8 [H,W,3] of its size) and a prompt."""
+
 _DECODER = "decoder."
 _LAST_FRAME = "last_frame"
 
@@ -29,16 +32,28 @@ class StreamingModel:
     """SANA-WM, chunk by chunk. A state holds the transformer's tensors, the decoder's cache and the last frame."""
 
     def __init__(
-        self, spec: ModelSpec, transformer: SanaWMTransformer, vae: CausalVideoVAE, encode_text: TextEncoder
+        self,
+        spec: ModelSpec,
+        transformer: SanaWMTransformer,
+        vae: CausalVideoVAE,
+        encode_text: TextEncoder,
+        warn: Warn | None = None,
     ) -> None:
         self.spec = spec
         self.decoder_history = decoder_history_chunks(vae.config)
-        self.weights_fingerprint = weights_fingerprint(spec.id, transformer, vae)
+        words = [encode_text] if isinstance(encode_text, nn.Module) else []
+        self.weights_fingerprint = weights_fingerprint(spec.id, transformer, vae, *words)
         self.numerics_fingerprint = numerics_fingerprint(transformer.device, transformer.dtype)
         self.device = transformer.device.type
         self._transformer = transformer
         self._vae = vae
         self._encode_text = encode_text
+        self._warn = warn
+
+    @torch.inference_mode()
+    def warnings(self, first_frame: Frames | None, prompt: str) -> list[str]:
+        """What a user should know about what the model makes of a first frame and a prompt."""
+        return self._warn(first_frame, prompt) if self._warn else []
 
     @torch.inference_mode()
     def condition(self, first_frame: Frames, prompt: str) -> Conditions:
@@ -198,7 +213,8 @@ class StreamingModel:
 
     def _condition_chunk(self, conditions: Conditions, index: int, camera: ChunkCamera) -> ChunkCondition:
         h, w = conditions.first_latent.shape[3:]
-        geometry = chunk_geometry(index, camera.poses, camera.intrinsics, camera.first_intrinsics, h, w)
+        side = self._vae.config.space_compression
+        geometry = chunk_geometry(index, camera.poses, camera.intrinsics, camera.first_intrinsics, h, w, side)
         text = self._transformer.encode_text(conditions.text, conditions.text_mask)
         start = 0 if index == 0 else LATENT_FRAMES * index + 1
         frames = geometry.raymap.shape[0]

@@ -9,6 +9,11 @@ from torch import Tensor
 _WORD = re.compile(r"\w+")
 
 
+def words_of(prompt: str) -> list[str]:
+    """The words of a prompt in lower case, in order."""
+    return _WORD.findall(prompt.lower())
+
+
 def embed_words(prompt: str, length: int, width: int) -> tuple[Tensor, Tensor]:
     """The first `length` words of a prompt as vectors that depend on the word alone.
 
@@ -16,7 +21,7 @@ def embed_words(prompt: str, length: int, width: int) -> tuple[Tensor, Tensor]:
         text [1,length,width] fp32, padded with zeros, and its mask [1,length] int64. Without any word the first
         position holds the vector of the empty word, so that attention always has something to look at.
     """
-    words = _WORD.findall(prompt.lower())[:length] or [""]
+    words = words_of(prompt)[:length] or [""]
     text = torch.zeros(1, length, width)
     for position, word in enumerate(words):
         text[0, position] = _vector(word, width)

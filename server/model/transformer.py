@@ -11,7 +11,7 @@ from longtake.server.model.block import Block
 from longtake.server.model.conditions import CameraCondition, ChunkCondition, TextCondition
 from longtake.server.model.config import SanaWMConfig
 from longtake.server.model.layers import FinalLayer, PatchEmbedding, RMSNorm, TextEmbedding, TimestepEmbedding
-from longtake.server.model.rope import RopeTables, rope_tables
+from longtake.server.model.rope import RopeTables, cached_tables
 from longtake.server.model.state import BlockState, TransformerState
 
 
@@ -76,8 +76,7 @@ class SanaWMTransformer(nn.Module):
         Raises:
             ValueError: only one of raymap and plucker is given, or one does not fit `shape`.
         """
-        tables = rope_tables(start_frame, shape, self.config.head_dim, self.config.rope_theta)
-        tables = RopeTables(*(table.float().to(self.device) for table in tables))
+        tables = cached_tables(start_frame, shape, self.config.head_dim, self.config.rope_theta, self.device)
         camera = self._encode_camera(tables, shape, raymap, plucker)
         return ChunkCondition(text, shape, tables.cos, tables.sin, camera)
 

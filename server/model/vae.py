@@ -1,4 +1,4 @@
-"""The causal video VAE of SANA-WM, in the topology of LTX-2: 8 × 32 × 32 compression, streamed latent by latent.
+"""The causal video VAE of SANA-WM, in the topology of LTX-2, streamed latent by latent: 8 × 32 × 32 compression there.
 
 Parameter names are those of the public LTX-2 checkpoints. The decoder's memory is an explicit `dict[str, Tensor]`: two
 input frames of every causal convolution. Nothing is kept in the modules.
@@ -28,10 +28,7 @@ from longtake.server.model.vae_blocks import (
 )
 
 TIME_COMPRESSION = 8
-SPACE_COMPRESSION = 32
 CHUNK_LATENTS = 3
-
-DOWNSAMPLER_STRIDES: tuple[Stride, ...] = ((1, 2, 2), (2, 1, 1), (2, 2, 2), (2, 2, 2))
 UNTRAINED_CONTRAST = 0.6
 
 
@@ -40,42 +37,68 @@ class VAEConfig:
     """Shape of a VAE.
 
     Attributes:
-        latent_channels: channels of a latent; also the width of the encoder before its first downsampler.
-        encoder_widths: channels behind each of the four downsamplers.
-        encoder_layers: residual blocks before each downsampler, then those of the middle.
-        decoder_widths: channels before the first upsampler and behind each of the three.
+        latent_channels: channels of a latent.
+        encoder_widths: channels before the first downsampler and behind each.
+        encoder_layers: residual blocks at each of these widths.
+        decoder_widths: channels before the first upsampler and behind each.
         decoder_layers: residual blocks at each of these widths.
+        encoder_strides: by how much each downsampler shrinks (time, height, width); time by 8 in all.
+        decoder_strides: by how much each upsampler grows them.
         patch: side of the pixel patches that become channels.
         eps: of the RMS norms.
         scaling_factor: applied to normalised latents.
     """
 
     latent_channels: int
-    encoder_widths: tuple[int, int, int, int]
-    encoder_layers: tuple[int, int, int, int, int]
-    decoder_widths: tuple[int, int, int, int]
-    decoder_layers: tuple[int, int, int, int]
+    encoder_widths: tuple[int, ...]
+    encoder_layers: tuple[int, ...]
+    decoder_widths: tuple[int, ...]
+    decoder_layers: tuple[int, ...]
+    encoder_strides: tuple[Stride, ...] = ((1, 2, 2), (2, 1, 1), (2, 2, 2), (2, 2, 2))
+    decoder_strides: tuple[Stride, ...] = ((2, 2, 2), (2, 2, 2), (2, 2, 2))
     encoder_padding: SpatialPadding = "zeros"
     decoder_padding: SpatialPadding = "reflect"
     patch: int = 4
     eps: float = 1e-8
     scaling_factor: float = 1.0
 
+    def __post_init__(self) -> None:
+        for strides in (self.encoder_strides, self.decoder_strides):
+            time, height, width = (math.prod(axis) for axis in zip(*strides, strict=True))
+            if (time, height * self.patch, width * self.patch) != (TIME_COMPRESSION, *[self.space_compression] * 2):
+                raise ValueError(f"strides must compress time by {TIME_COMPRESSION} and space alike, not {strides}")
+
+    @property
+    def space_compression(self) -> int:
+        """Pixels along a side of a latent pixel."""
+        return self.patch * math.prod(stride[1] for stride in self.encoder_strides)
+
 
 LTX2_CAUSAL_VAE = VAEConfig(
     latent_channels=128,
-    encoder_widths=(256, 512, 1024, 2048),
+    encoder_widths=(128, 256, 512, 1024, 2048),
     encoder_layers=(4, 6, 6, 2, 2),
     decoder_widths=(1024, 512, 256, 128),
     decoder_layers=(5, 5, 5, 5),
 )
 TINY_VAE = VAEConfig(
     latent_channels=16,
-    encoder_widths=(16, 16, 32, 32),
+    encoder_widths=(16, 16, 16, 32, 32),
     encoder_layers=(1, 1, 1, 1, 1),
     decoder_widths=(32, 32, 16, 16),
     decoder_layers=(1, 1, 1, 1),
 )
+TINY_WORLD_VAE = VAEConfig(
+    latent_channels=24,
+    encoder_widths=(64, 64, 64, 128),
+    encoder_layers=(1, 1, 1, 0),
+    decoder_widths=(128, 64, 64, 64),
+    decoder_layers=(1, 1, 0, 1),
+    encoder_strides=((2, 1, 1), (2, 1, 1), (2, 2, 2)),
+    decoder_strides=((2, 2, 2), (2, 1, 1), (2, 1, 1)),
+    decoder_padding="zeros",
+)
+"""8 × 8 × 8 compression of 128×80 pixels. Reflected edges cost more than half of a convolution's time on a CPU."""
 
 
 class MidBlock(nn.Module):
@@ -110,12 +133,14 @@ class DownBlock(MidBlock):
 class UpBlock(MidBlock):
     """An upsampler, then residual blocks."""
 
-    def __init__(self, channels: int, out_channels: int, layers: int, padding: SpatialPadding, eps: float) -> None:
+    def __init__(
+        self, channels: int, out_channels: int, layers: int, stride: Stride, padding: SpatialPadding, eps: float
+    ) -> None:
         super().__init__(out_channels, layers, padding, eps)
-        self.upsamplers = nn.ModuleList([Upsampler(channels, out_channels, padding)])
+        self.upsamplers = nn.ModuleList([Upsampler(channels, out_channels, stride, padding)])
 
     def forward(self, x: Tensor, carry: Carry) -> Tensor:
-        """[B, C, T, H, W] -> [B, C_out, 2T, 2H, 2W], one frame fewer at the start of a stream."""
+        """[B, C, T, H, W] -> [B, C_out, T·t, H·h, W·w], t − 1 frames fewer at the start of a stream."""
         return super().forward(self.upsamplers[0](x, carry), carry)
 
 
@@ -125,8 +150,8 @@ class Encoder(nn.Module):
     def __init__(self, config: VAEConfig) -> None:
         super().__init__()
         padding, eps = config.encoder_padding, config.eps
-        widths = (config.latent_channels, *config.encoder_widths)
-        levels = zip(pairwise(widths), config.encoder_layers[:-1], DOWNSAMPLER_STRIDES, strict=True)
+        widths = config.encoder_widths
+        levels = zip(pairwise(widths), config.encoder_layers[:-1], config.encoder_strides, strict=True)
         self.patch, self.eps = config.patch, eps
         self.conv_in = CausalConv3d(3 * config.patch**2, widths[0], padding)
         self.down_blocks = nn.ModuleList(
@@ -136,7 +161,7 @@ class Encoder(nn.Module):
         self.conv_out = CausalConv3d(widths[-1], config.latent_channels + 1, padding)
 
     def forward(self, frames: Tensor, carry: Carry) -> Tensor:
-        """[B, 3, 1 or 8, H, W] -> [B, C, 1, H/32, W/32]."""
+        """[B, 3, 8n, H, W] -> [B, C, n, h, w], from 1+8n frames n+1 at the start of a stream."""
         x = self.conv_in(patchify(frames, self.patch), carry)
         for block in self.down_blocks:
             x = block(x, carry)
@@ -157,13 +182,13 @@ class Decoder(nn.Module):
         self.conv_in = CausalConv3d(config.latent_channels, widths[0], padding)
         self.mid_block = MidBlock(widths[0], layers[0], padding, eps)
         self.up_blocks = nn.ModuleList(
-            UpBlock(wide, narrow, count, padding, eps)
-            for (wide, narrow), count in zip(pairwise(widths), layers[1:], strict=True)
+            UpBlock(wide, narrow, count, stride, padding, eps)
+            for (wide, narrow), count, stride in zip(pairwise(widths), layers[1:], config.decoder_strides, strict=True)
         )
         self.conv_out = CausalConv3d(widths[-1], 3 * config.patch**2, padding, spread=config.patch**2)
 
     def forward(self, latents: Tensor, carry: Carry) -> Tensor:
-        """[B, C, 1, h, w] -> [B, 3, 8, 32h, 32w], one frame at the start of a stream."""
+        """[B, C, n, h, w] -> [B, 3, 8n, H, W], at the start of a stream 7 frames fewer."""
         x = self.mid_block(self.conv_in(latents, carry), carry)
         for block in self.up_blocks:
             x = block(x, carry)
@@ -196,17 +221,18 @@ class CausalVideoVAE(nn.Module):
         """Encode a clip from empty caches.
 
         Args:
-            frames: [B, 3, 1+8n, H, W] in [-1, 1], H and W multiples of 32. Not mutated.
+            frames: [B, 3, 1+8n, H, W] in [-1, 1], H and W multiples of `space_compression`. Not mutated.
 
         Returns:
-            Posterior mode, normalised as (z − mean) · scaling_factor / std: [B, C, 1+n, H/32, W/32].
+            Posterior mode, normalised as (z − mean) · scaling_factor / std: [B, C, 1+n, h, w].
 
         Raises:
             ValueError: a size that the compression does not divide.
         """
         T, H, W = frames.shape[2:]
-        if (T - 1) % TIME_COMPRESSION or H % SPACE_COMPRESSION or W % SPACE_COMPRESSION:
-            raise ValueError(f"can not encode {T} frames of {W}x{H}: 1+8n frames, sides multiples of 32")
+        side = self.config.space_compression
+        if (T - 1) % TIME_COMPRESSION or H % side or W % side:
+            raise ValueError(f"can not encode {T} frames of {W}x{H}: 1+8n frames, sides multiples of {side}")
         mean, std = self._statistics()
         cache: Mapping[str, Tensor] | None = None
         latents = []
@@ -224,7 +250,7 @@ class CausalVideoVAE(nn.Module):
             cache: what the previous call returned, or None at the start of a stream. Not mutated.
 
         Returns:
-            Frames [B, 3, 8F, 32h, 32w] (1+8(F−1) at the start of a stream), not clamped; and the new cache: fresh
+            Frames [B, 3, 8F, H, W] (1+8(F−1) at the start of a stream), not clamped; and the new cache: fresh
             contiguous tensors [B, C_in, 2, H, W], one a convolution, always in the order in which these run.
 
         Raises:
@@ -265,15 +291,15 @@ def decoder_history(config: VAEConfig) -> int:
     """How many latent frames before its own a decoded frame can still see.
 
     Latent frame j decodes to frames 8j−7 … 8j. Going from pixels to latents, a convolution reaches two frames further
-    back at its frame rate, and frame i behind an upsampler comes from frame ⌈i/2⌉ before it, since the very first
-    frame was dropped; every frame rate has the residual blocks' convolutions and one more, the latents' has two more.
-    The oldest of the eight frames sees furthest.
+    back at its frame rate, and frame i behind an upsampler of t comes from frame ⌈i/t⌉ before it, since the very first
+    t − 1 frames were dropped; every frame rate has the residual blocks' convolutions and one more, the latents' has two
+    more. The oldest of the eight frames sees furthest.
     """
     convs = [2 * layers + 1 for layers in config.decoder_layers]
     convs[0] += 1
     oldest = 1 - TIME_COMPRESSION
-    for count in reversed(convs[1:]):
-        oldest = math.ceil((oldest - CARRIED_FRAMES * count) / 2)
+    for count, stride in zip(reversed(convs[1:]), reversed(config.decoder_strides), strict=True):
+        oldest = math.ceil((oldest - CARRIED_FRAMES * count) / stride[0])
     return CARRIED_FRAMES * convs[0] - oldest
 
 

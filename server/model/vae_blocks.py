@@ -150,17 +150,17 @@ class Downsampler(nn.Module):
 
 
 class Upsampler(nn.Module):
-    """Convolution, then channels to space and time ×(2, 2, 2), plus the same of the input with channels repeated."""
+    """Convolution, then channels to space and time, plus the same of the input with channels repeated."""
 
-    STRIDE: Stride = (2, 2, 2)
-
-    def __init__(self, in_channels: int, out_channels: int, padding: SpatialPadding) -> None:
+    def __init__(self, in_channels: int, out_channels: int, stride: Stride, padding: SpatialPadding) -> None:
         super().__init__()
-        self.repeats = 8 * out_channels // in_channels
-        self.conv = CausalConv3d(in_channels, 8 * out_channels, padding, spread=8)
+        unfolded = stride[0] * stride[1] * stride[2]
+        self.stride = stride
+        self.repeats = unfolded * out_channels // in_channels
+        self.conv = CausalConv3d(in_channels, unfolded * out_channels, padding, spread=unfolded)
 
     def forward(self, x: Tensor, carry: Carry) -> Tensor:
-        """[B, C_in, T, H, W] -> [B, C_out, 2T, 2H, 2W]; a stream's first frame gives one frame, not two."""
-        shortcut = depth_to_space(x, self.STRIDE).repeat(1, self.repeats, 1, 1, 1)
-        y = depth_to_space(self.conv(x, carry), self.STRIDE) + shortcut
-        return y[:, :, 1:] if carry.starts else y
+        """[B, C_in, T, H, W] -> [B, C_out, T·t, H·h, W·w]; a stream's first frame gives one frame, not t."""
+        shortcut = depth_to_space(x, self.stride).repeat(1, self.repeats, 1, 1, 1)
+        y = depth_to_space(self.conv(x, carry), self.stride) + shortcut
+        return y[:, :, self.stride[0] - 1 :] if carry.starts else y

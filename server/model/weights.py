@@ -53,6 +53,19 @@ def read_checkpoint(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
+def check_tensors(
+    expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor], unused: frozenset[str] = frozenset()
+) -> None:
+    """Raises `WeightsError` unless these are the tensors expected, by name and shape; `unused` ones may be there."""
+    if missing := sorted(expected.keys() - tensors.keys()):
+        raise WeightsError(f"{len(missing)} keys are missing, the first is {missing[0]}")
+    if unknown := sorted(tensors.keys() - expected.keys() - unused):
+        raise WeightsError(f"{len(unknown)} keys are unknown, the first is {unknown[0]}")
+    for name, shape in expected.items():
+        if tensors[name].shape != shape:
+            raise WeightsError(f"{name} has shape {tuple(tensors[name].shape)}, the configuration asks for {shape}")
+
+
 def build_transformer(
     config: SanaWMConfig, tensors: Mapping[str, Tensor], *, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> SanaWMTransformer:
@@ -66,13 +79,7 @@ def build_transformer(
     with torch.device("meta"):
         model = SanaWMTransformer(config)
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    if missing := sorted(expected.keys() - tensors.keys()):
-        raise WeightsError(f"{len(missing)} keys are missing, the first is {missing[0]}")
-    if unknown := sorted(tensors.keys() - expected.keys() - unused_keys(config)):
-        raise WeightsError(f"{len(unknown)} keys are unknown, the first is {unknown[0]}")
-    for name, shape in expected.items():
-        if tensors[name].shape != shape:
-            raise WeightsError(f"{name} has shape {tuple(tensors[name].shape)}, the configuration asks for {shape}")
+    check_tensors(expected, tensors, unused_keys(config))
     weights = {name: tensors[name].to(device, dtype).contiguous() for name in expected}
     model.load_state_dict(weights, assign=True)
     return model.requires_grad_(requires_grad=False).eval()

@@ -104,6 +104,9 @@ class WorldModel(Protocol):
     def condition(self, first_frame: Frames, prompt: str) -> Conditions:
         """Encode the first frame (uint8 [H,W,3] of the model's size) and the prompt."""
 
+    def warnings(self, first_frame: Frames | None, prompt: str) -> list[str]:
+        """What a user should know about what this model makes of them, a sentence each; None: of the prompt alone."""
+
     def encode_prompt(self, prompt: str) -> tuple[Tensor, Tensor]:
         """Text [1,L,E] of a prompt and its mask [1,L], for `Conditions.with_text`."""
 

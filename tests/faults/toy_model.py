@@ -78,6 +78,10 @@ class ToyModel:
         latent = _floats(_hash(first_frame), (1, 4, 1, 1, 2))
         return Conditions(torch.from_numpy(first_frame.copy()), latent, text, mask)
 
+    def warnings(self, first_frame: Frames | None, prompt: str) -> list[str]:
+        """It takes everything."""
+        return []
+
     def encode_prompt(self, prompt: str) -> tuple[Tensor, Tensor]:
         """Text [1,2,4] and its mask [1,2]."""
         return _floats(_hash(prompt.encode()), (1, 2, 4)), torch.ones(1, 2)

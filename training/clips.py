@@ -1,0 +1,119 @@
+"""Training clips: scenes along camera paths with their captions, and a pool that gives each out a few times."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from longtake.server.camera.rays import plucker_rays
+from longtake.server.model.vocabulary import EMPTY, Vocabulary
+from longtake.training.captions import VOCABULARY, caption
+from longtake.training.paths import clear_path, draw_intrinsics, draw_paths
+from longtake.training.render import render
+from longtake.training.scenes import draw_scenes
+
+WIDTH, HEIGHT = 128, 80
+FRAMES_PER_LATENT = 8
+LATENTS_PER_CHUNK = 3
+FIRST_TRAINING_SEED = 1_000_000
+STAGE_SEEDS = 10_000_000
+"""Seeds of scenes that each stage, on each GPU, has to itself."""
+
+WORDS = Vocabulary((EMPTY, *VOCABULARY), 16)
+Tensors = dict[str, Tensor]
+
+
+class Clips(NamedTuple):
+    """Rendered clips: `frames` uint8 [B,T,H,W,3], `poses` [B,T,4,4] relative to frame 0, `intrinsics` [B,4] in pixels.
+
+    Poses and intrinsics are float64 on the device of the frames.
+    """
+
+    frames: Tensor
+    poses: Tensor
+    intrinsics: Tensor
+    captions: list[str]
+
+
+def draw_clips(count: int, seed: int, frames: int, device: torch.device, kind: str | None = None) -> Clips:
+    """Render `count` scenes, the first of seed `seed`, along a path each."""
+    scenes = draw_scenes(count, seed, device)
+    poses = draw_paths(scenes, frames, seed, kind).to(device, torch.float64)
+    scenes = clear_path(scenes, poses)
+    intrinsics = draw_intrinsics(count, seed, WIDTH, HEIGHT).to(device, torch.float64)
+    pixels = render(scenes, poses.float(), intrinsics.float(), HEIGHT, WIDTH)
+    return Clips(pixels, poses, intrinsics, caption(scenes))
+
+
+def to_pixels(frames: Tensor) -> Tensor:
+    """Bytes [B,T,H,W,3] → [B,3,T,H,W] in [-1, 1], fp32."""
+    return frames.permute(0, 4, 1, 2, 3).float() / 127.5 - 1
+
+
+def word_rows(captions: Sequence[str]) -> tuple[Tensor, Tensor]:
+    """Rows of the words of captions [B,L] int64, and their mask [B,L] in the same form as a prompt's."""
+    rows = torch.zeros(len(captions), WORDS.length, dtype=torch.int64)
+    mask = torch.zeros_like(rows)
+    for line, text in enumerate(captions):
+        found = [WORDS.rows[word] for word in text.split() if word in WORDS.rows][: WORDS.length] or [0]
+        rows[line, : len(found)] = torch.tensor(found)
+        mask[line, : len(found)] = 1
+    return rows, mask
+
+
+def clip_geometry(poses: Tensor, intrinsics: Tensor, height: int, width: int, side: int) -> tuple[Tensor, Tensor]:
+    """Camera inputs of whole clips, as `chunk_geometry` makes them chunk by chunk.
+
+    Args:
+        poses: [B,1+8n,4,4] float64. intrinsics: [B,4] float64 in pixels. height, width: of a latent frame.
+        side: pixels of a latent pixel.
+
+    Returns:
+        raymap [B,1+n,20] and Plücker map [B,48,1+n,h,w], fp32.
+    """
+    last = torch.arange(0, poses.shape[1], FRAMES_PER_LATENT, device=poses.device)
+    steps = torch.arange(1 - FRAMES_PER_LATENT, 1, device=poses.device)
+    seen = (last[:, None] + steps).clamp(min=0)
+    seen[0] = torch.arange(FRAMES_PER_LATENT, device=poses.device)
+    scaled = (intrinsics / side)[:, None].expand(-1, len(last), -1)
+    raymap = torch.cat([poses[:, last].flatten(2), scaled], dim=-1).float()
+    rays = plucker_rays(poses[:, seen], scaled[:, :, None].expand(-1, -1, FRAMES_PER_LATENT, -1), height, width)
+    return raymap, rays.float()
+
+
+class ClipPool:
+    """Clips on a device, each used `reuse` times on average before a new one takes its place.
+
+    Args:
+        draw: clips by name, from the seed of the first one.
+        count: clips kept, a multiple of `batch`. batch: clips drawn, and given out, at once.
+        seed: of the first scene.
+    """
+
+    def __init__(self, draw: Callable[[int], Tensors], count: int, batch: int, reuse: int, seed: int) -> None:
+        self._draw, self._batch, self._reuse = draw, batch, reuse
+        self._seed, self._steps = seed, 0
+        blocks = [self._next() for _ in range(count // batch)]
+        self._clips = {name: torch.cat([block[name] for block in blocks]) for name in blocks[0]}
+        self._count = batch * len(blocks)
+        self._order = torch.Generator().manual_seed(seed)
+
+    def _next(self) -> Tensors:
+        self._seed += self._batch
+        return self._draw(self._seed - self._batch)
+
+    def batch(self) -> Tensors:
+        """As many clips as are drawn at once, any of those kept."""
+        self._steps += 1
+        if self._steps % self._reuse == 0:
+            start = self._steps // self._reuse * self._batch % self._count
+            for name, x in self._next().items():
+                self._clips[name][start : start + self._batch] = x
+        chosen = torch.randint(self._count, (self._batch,), generator=self._order)
+        return {name: x[chosen.to(x.device)] for name, x in self._clips.items()}
+
+
+def first_seed(stage_seed: int, rank: int) -> int:
+    """Seed of the first scene of a stage on a GPU."""
+    return FIRST_TRAINING_SEED + STAGE_SEEDS * (16 * stage_seed + rank)

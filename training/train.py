@@ -1,0 +1,114 @@
+"""Train the model that ships, stage by stage.
+
+    python -m training.train --list
+    python -m training.train --config training/configs/2-flow.toml
+
+A stage takes up the weights that lie in `--weights`, trains for its minutes and puts its own in their place: begun
+again it goes on from there. Losses go to NAME.csv, pictures of what is restored or generated to NAME.png.
+With torchrun it trains on several GPUs, with a batch on each.
+"""
+
+import argparse
+import csv
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import distributed
+
+from longtake.training.stage import Stage, all_stages, read_stage
+from longtake.training.vae_stage import VaeStage
+from longtake.training.world_stage import WorldStage
+
+WEIGHTS = Path(__file__).parent / "weights"
+LOG_EVERY = 50
+LOWEST_RATE = 0.05
+
+
+def learning_rate(stage: Stage, progress: float) -> float:
+    """The rate after a part `progress` (0…1) of the stage: a linear rise, then a cosine."""
+    rise = min(1.0, (progress + 1e-3) / max(stage.warm_up, 1e-3))
+    fall = LOWEST_RATE + (1 - LOWEST_RATE) * (1 + math.cos(math.pi * min(progress, 1.0))) / 2
+    return stage.rate * rise * fall
+
+
+def progress_of(stage: Stage, steps: int | None) -> Iterator[float]:
+    """Parts of the stage that are over, before each step: by the clock, or of a number of steps."""
+    if steps is not None:
+        yield from (step / steps for step in range(steps))
+        return
+    yield 0.0  # the first step compiles, which is not part of the time
+    start = time.monotonic()
+    # GPUs must agree on when to stop, so the first one's clock counts
+    while (part := _agreed((time.monotonic() - start) / (60 * stage.minutes))) < 1:
+        yield part
+
+
+def _agreed(number: float) -> float:
+    if not distributed.is_initialized():
+        return number
+    found = torch.tensor(number, device="cuda")
+    distributed.broadcast(found, 0)
+    return float(found)
+
+
+def device_of_this_process() -> tuple[torch.device, int]:
+    """The GPU of this process, or the CPU, and its number among those that train together."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu"), 0
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    torch.cuda.set_device(rank)
+    if "LOCAL_RANK" in os.environ:
+        distributed.init_process_group("nccl")
+    return torch.device("cuda", rank), rank
+
+
+def run(name: str, stage: Stage, weights: Path, steps: int | None, report: Callable[[str], None]) -> None:
+    """Train one stage and save what it made."""
+    device, rank = device_of_this_process()
+    torch.manual_seed(1000 * stage.seed + rank)
+    torch.set_float32_matmul_precision("high")
+    learner = (VaeStage if stage.part == "vae" else WorldStage)(stage, weights, device, rank)
+    begun, rows = time.monotonic(), []
+    for step, progress in enumerate(progress_of(stage, steps)):
+        found = learner.step(learning_rate(stage, progress))
+        if step % LOG_EVERY == 0:
+            numbers = {key: float(x) for key, x in found.items()}
+            rows.append({"step": step, "seconds": round(time.monotonic() - begun, 1), **numbers})
+            report(f"{name} {rows[-1]}")
+    if rank == 0:
+        learner.save(weights)
+        learner.picture(weights / f"{name}.png")
+        with (weights / f"{name}.csv").open("w", newline="") as file:
+            table = csv.DictWriter(file, rows[0])
+            table.writeheader()
+            table.writerows(rows)
+    if distributed.is_initialized():
+        distributed.barrier()
+        distributed.destroy_process_group()
+
+
+def main() -> None:
+    """Run one stage, or list them all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, help="TOML file of a stage")
+    parser.add_argument("--weights", type=Path, default=WEIGHTS, help=f"folder of the weights; default: {WEIGHTS}")
+    parser.add_argument("--minutes", type=float, help="train so long instead")
+    parser.add_argument("--steps", type=int, help="train so many steps instead")
+    parser.add_argument("--list", action="store_true", help="name the stages of the recipe")
+    arguments = parser.parse_args()
+    if arguments.list or arguments.config is None:
+        for name, stage in all_stages().items():
+            print(f"python -m training.train --config training/configs/{name}.toml  # {stage.minutes:g} minutes")
+        return
+    stage = read_stage(arguments.config)
+    if arguments.minutes:
+        stage = stage.model_copy(update={"minutes": arguments.minutes})
+    run(arguments.config.stem, stage, arguments.weights, arguments.steps, lambda line: print(line, flush=True))
+
+
+if __name__ == "__main__":
+    main()
