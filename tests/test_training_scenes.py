@@ -1,14 +1,13 @@
 """The scenes that the small model is trained on, and the ray tracer that shows them."""
 
 import dataclasses
-import shutil
 
 import pytest
 import torch
 from torch import Tensor
 
 from longtake.training.captions import VOCABULARY, caption
-from longtake.training.render import default_intrinsics, render, trace_rays
+from longtake.training.render import default_intrinsics, render
 from longtake.training.scenes import GROUND, SLOTS, SPHERES, Scenes, draw_scenes
 
 WIDTH, HEIGHT = 64, 40
@@ -137,19 +136,6 @@ def test_more_samples_soften_edges_only() -> None:
     lenses = default_intrinsics(WIDTH, HEIGHT).expand(4, 4)
     one, four = (render(scenes, poses, lenses, HEIGHT, WIDTH, samples=n).float() for n in (1, 4))
     assert 0 < (one - four).abs().mean() < 6
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-@pytest.mark.filterwarnings("ignore")
-def test_the_ray_tracer_is_one_graph() -> None:
-    """Traced whole, without a break, it gives the same picture; inductor itself takes too long for a test."""
-    scenes = draw_scenes(2, 5)
-    cameras = scenes.start[:, None].contiguous()
-    lenses = default_intrinsics(16, 10).expand(2, 1, 4).contiguous()
-    arguments = (scenes.shape, scenes.paint, scenes.sky, cameras, lenses, torch.tensor([0.5, 0.5]), 10, 16)
-    compiled = torch.compile(trace_rays, fullgraph=True, dynamic=False, backend="aot_eager")
-    for ours, eager in zip(compiled(*arguments), trace_rays(*arguments), strict=True):
-        assert torch.allclose(ours, eager, atol=1e-4)
 
 
 def test_captions_are_short_and_in_the_vocabulary() -> None:

@@ -11,7 +11,7 @@ from longtake.server.model.vocabulary import EMPTY, Vocabulary
 from longtake.training.captions import VOCABULARY, caption
 from longtake.training.paths import clear_path, draw_intrinsics, draw_paths
 from longtake.training.render import render
-from longtake.training.scenes import draw_scenes
+from longtake.training.scenes import Scenes, draw_scenes
 
 WIDTH, HEIGHT = 128, 80
 FRAMES_PER_LATENT = 8
@@ -34,6 +34,7 @@ class Clips(NamedTuple):
     poses: Tensor
     intrinsics: Tensor
     captions: list[str]
+    scenes: Scenes
 
 
 def draw_clips(count: int, seed: int, frames: int, device: torch.device, kind: str | None = None) -> Clips:
@@ -43,7 +44,7 @@ def draw_clips(count: int, seed: int, frames: int, device: torch.device, kind: s
     scenes = clear_path(scenes, poses)
     intrinsics = draw_intrinsics(count, seed, WIDTH, HEIGHT).to(device, torch.float64)
     pixels = render(scenes, poses.float(), intrinsics.float(), HEIGHT, WIDTH)
-    return Clips(pixels, poses, intrinsics, caption(scenes))
+    return Clips(pixels, poses, intrinsics, caption(scenes), scenes)
 
 
 def to_pixels(frames: Tensor) -> Tensor:

@@ -1,26 +1,25 @@
 """A ray tracer for `Scenes`: closest solid, one shadow ray, procedural texture, haze.
 
-What happens to a ray is arithmetic on tensors that broadcast to [B,T,H,W], without branches that depend on data, so
-that inductor makes few kernels of it on a GPU.
+What happens to a ray is arithmetic on tensors that broadcast to [B,T,H,W]. On a GPU the Triton kernel of
+`render_triton` computes the same.
 """
 
 import math
-from collections.abc import Callable
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from longtake.kernels.backend import TRITON_INSTALLED
 from longtake.training.scenes import BOX_GROUPS, COLUMNS, GROUND, SLOTS, SPHERES, Scenes
 from longtake.training.textures import pattern, surface_noise
 
 Vector = tuple[Tensor, Tensor, Tensor]
 
-_FAR = 1e4
-_NEAR = 1e-3
+FAR = 1e4
+NEAR = 1e-3
 _BURIED = 100.0
-_SAMPLES = {
+SAMPLES = {
     1: ((0.5, 0.5),),
     2: ((0.25, 0.3), (0.75, 0.7)),
     4: ((0.375, 0.125), (0.875, 0.375), (0.125, 0.625), (0.625, 0.875)),
@@ -62,9 +61,8 @@ def render(
     height: int,
     width: int,
     *,
-    samples: int = 4,
-    compiled: bool | None = None,
-    block: int | None = None,
+    samples: int = 2,
+    block: int = 32,
 ) -> Tensor:
     """Video of scenes as cameras see them.
 
@@ -72,28 +70,29 @@ def render(
         poses: [B,T,4,4] of any float dtype and device, c2w relative to the scene's first camera, OpenCV axes.
         intrinsics: [B,4] or [B,T,4], fx fy cx cy in pixels; the centre of the top left pixel is at (0.5, 0.5).
         samples: rays per pixel, 1, 2 or 4.
-        compiled: whether to compile the ray tracer for these shapes; by default on CUDA only.
-        block: frames to work on at once, which bounds the memory; by default 32 eagerly and 2048 compiled.
+        block: frames to work on at once without the kernel, which bounds the memory.
 
     Returns:
         [B,T,height,width,3] uint8 RGB on the scenes' device.
     """
     device = scenes.seed.device
-    compiled = device.type == "cuda" if compiled is None else compiled
-    trace = _compiled() if compiled else trace_rays
-    world = scenes.start[:, None].double() @ poses.to(device, torch.float64)
+    cameras = (scenes.start[:, None].double() @ poses.to(device, torch.float64)).float().contiguous()
     lenses = intrinsics.to(device, torch.float32)
-    lenses = (lenses[:, None] if lenses.ndim == 2 else lenses).expand(*poses.shape[:2], 4).contiguous()
-    tables = (_visible_solids(scenes), scenes.paint, scenes.sky)
-    video = torch.empty(*poses.shape[:2], height, width, 3, dtype=torch.uint8, device=device)
-    for rows, frames in _blocks(len(scenes), poses.shape[1], block or (2048 if compiled else 32)):
-        cameras = world[rows, frames].float().contiguous(), lenses[rows, frames].contiguous()
-        parts = tuple(table[rows].contiguous() for table in tables)
-        video[rows, frames] = _image(trace, (*parts, *cameras), height, width, samples)
+    lenses = (lenses[:, None] if lenses.ndim == 2 else lenses).expand(*cameras.shape[:2], 4).contiguous()
+    tables = (visible_solids(scenes), scenes.paint.contiguous(), scenes.sky.contiguous())
+    if device.type == "cuda" and TRITON_INSTALLED:
+        from longtake.training.render_triton import render_frames
+
+        return render_frames(*tables, cameras, lenses, height, width, samples)
+    video = torch.empty(*cameras.shape[:2], height, width, 3, dtype=torch.uint8, device=device)
+    for rows, frames in _blocks(len(scenes), cameras.shape[1], block):
+        shape, paint, sky = (table[rows] for table in tables)
+        cut = cameras[rows, frames], lenses[rows, frames]
+        video[rows, frames] = trace_image(shape, paint, sky, *cut, height, width, samples)
     return video
 
 
-def _visible_solids(scenes: Scenes) -> Tensor:
+def visible_solids(scenes: Scenes) -> Tensor:
     """`Scenes.shape` with centres in the solids' own axes, and unused slots deep under the ground."""
     x, y, z, wide, tall, deep, cos, sin = scenes.shape.unbind(-1)
     y = torch.cat([torch.where(scenes.active, y[:, :SLOTS], _BURIED), y[:, SLOTS:]], dim=1)
@@ -101,9 +100,9 @@ def _visible_solids(scenes: Scenes) -> Tensor:
 
 
 def _blocks(count: int, frames: int, limit: int) -> list[tuple[slice, slice]]:
-    """Equal blocks of a [B,T] grid with at most `limit` frames in each: equal, so that one compilation does."""
-    rows = max((n for n in range(1, count + 1) if count % n == 0 and n * frames <= limit), default=1)
-    columns = max((n for n in range(1, frames + 1) if frames % n == 0 and rows * n <= limit), default=1)
+    """Blocks of a [B,T] grid with at most `limit` frames in each."""
+    columns = max(min(frames, limit), 1)
+    rows = max(limit // columns, 1)
     return [
         (slice(row, row + rows), slice(column, column + columns))
         for row in range(0, count, rows)
@@ -111,23 +110,14 @@ def _blocks(count: int, frames: int, limit: int) -> list[tuple[slice, slice]]:
     ]
 
 
-def _image(
-    trace: Callable[..., Vector], arguments: tuple[Tensor, ...], height: int, width: int, samples: int
+def trace_image(
+    shape: Tensor, paint: Tensor, sky: Tensor, cameras: Tensor, lenses: Tensor, height: int, width: int, samples: int
 ) -> Tensor:
-    """[B,T,H,W,3] uint8 from the mean of `samples` rays."""
-    offsets = arguments[0].new_tensor(_SAMPLES[samples])
-    total = sum(torch.stack(trace(*arguments, offset, height, width), dim=-1) for offset in offsets)
-    assert isinstance(total, Tensor)
+    """[B,T,H,W,3] uint8 from the mean of `samples` rays a pixel; arguments as for `trace_rays`."""
+    total = cameras.new_zeros(*cameras.shape[:2], height, width, 3)
+    for offset in cameras.new_tensor(SAMPLES[samples]):
+        total += torch.stack(trace_rays(shape, paint, sky, cameras, lenses, offset, height, width), dim=-1)
     return (total * (255.0 / samples) + 0.5).to(torch.uint8)
-
-
-@lru_cache(maxsize=1)
-def _compiled() -> Callable[..., Vector]:
-    options: dict[str, str | int | bool | Callable[..., Any]] = {
-        "max_fusion_size": 4096,
-        "assert_indirect_indexing": False,
-    }
-    return torch.compile(trace_rays, fullgraph=True, dynamic=False, options=options)
 
 
 def trace_rays(
@@ -182,7 +172,7 @@ def _inverse(x: Tensor) -> Tensor:
 
 
 def _larger(a: Tensor, b: Tensor) -> Tensor:
-    """The maximum of numbers that are never NaN, which costs a compiler less than one that passes NaN on."""
+    """The maximum of numbers that are never NaN."""
     return torch.where(a > b, a, b)
 
 
@@ -241,19 +231,19 @@ def _roots(a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _closest(ray: Ray, solids: list[list[Tensor]]) -> tuple[Tensor, Tensor]:
-    """Distance, `_FAR` for the sky, and slot, int32, of the first thing on a ray."""
+    """Distance, `FAR` for the sky, and slot, int32, of the first thing on a ray."""
     down = ray.direction[1]
-    distance = torch.where(down > 1e-4, -ray.origin[1] * _inverse(down), _FAR)
+    distance = torch.where(down > 1e-4, -ray.origin[1] * _inverse(down), FAR)
     slot = torch.full_like(distance, GROUND, dtype=torch.int32)
     for index, (near, far) in enumerate(_spans(ray, solids)):
-        hit = (near < far) & (near > _NEAR) & (near < distance)
+        hit = (near < far) & (near > NEAR) & (near < distance)
         distance = torch.where(hit, near, distance)
         slot = torch.where(hit, index, slot)
     return distance, slot
 
 
 def _surface(ray: Ray, shape: Tensor, distance: Tensor, slot: Tensor) -> Point:
-    sky = distance >= _FAR
+    sky = distance >= FAR
     local, turn, size = _local(ray, shape, distance, slot)
     (x, y, z), (wide, tall, deep) = local, size
     solid = slot < GROUND
@@ -308,7 +298,7 @@ def _light(ray: Ray, point: Point, solids: list[list[Tensor]], heavens: list[Ten
     towards = Ray((ox, oy, oz), sun)
     shadow = torch.zeros_like(point.sky)
     for near, far in _spans(towards, solids):
-        shadow = shadow | ((near < far) & (far > _NEAR))
+        shadow = shadow | ((near < far) & (far > NEAR))
     direct = _dot(point.normal, sun).clamp(min=0) * torch.where(shadow, 0.0, 1.0)
     contact = torch.where(point.slot == GROUND, 1.0, 1 - 0.35 * (hit[1] * 8).clamp(max=0).exp())
     ambient = (0.75 - 0.25 * point.normal[1]) * contact

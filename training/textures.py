@@ -1,4 +1,4 @@
-"""Colours and procedural surface patterns, as arithmetic on tensors of any shape that a compiler can fuse."""
+"""Colours and procedural surface patterns, as arithmetic on tensors of any shape."""
 
 from typing import NamedTuple
 

@@ -1,0 +1,177 @@
+"""Training: batches, losses, optimiser, stages; generation as the server does it."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from longtake.server.camera.rays import chunk_geometry
+from longtake.server.model.bundle import build_vae, load_bundle, save_bundle
+from longtake.server.model.config import TINY_WORLD
+from longtake.server.model.familiarity import Familiarity
+from longtake.server.model.registry import world_from
+from longtake.server.model.vae import TINY_WORLD_VAE, CausalVideoVAE, init_untrained
+from longtake.server.model.vae_blocks import Carry
+from longtake.server.model.vocabulary import WordEmbedder
+from longtake.server.model.weights import build_transformer, untrained_weights
+from longtake.server.model.world import ChunkCamera
+from longtake.training.clips import WORDS, ClipPool, clip_geometry, draw_clips, to_pixels, word_rows
+from longtake.training.generation import CameraPath, takes
+from longtake.training.losses import WorldLoss, shifted, vae_loss
+from longtake.training.optimiser import BETAS, MasterWeights
+from longtake.training.stage import Stage, all_stages
+from longtake.training.train import learning_rate, progress_of, run
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def untrained_vae() -> CausalVideoVAE:
+    vae = CausalVideoVAE(TINY_WORLD_VAE)
+    init_untrained(vae, seed=0)
+    return build_vae(TINY_WORLD_VAE, vae.state_dict())
+
+
+def test_geometry_of_a_clip_is_that_of_its_chunks() -> None:
+    clips = draw_clips(2, 0, 49, CPU, "wander")
+    raymap, plucker = clip_geometry(clips.poses, clips.intrinsics, 10, 16, 8)
+    assert raymap.shape == (2, 7, 20)
+    assert plucker.shape == (2, 48, 7, 10, 16)
+    for line in range(2):
+        lens = clips.intrinsics[line].numpy()
+        for index, (first, frames) in enumerate(((0, 4), (4, 3))):
+            seen = slice(1 + 24 * index, 25 + 24 * index)
+            poses = clips.poses[line, seen].numpy()
+            chunk = chunk_geometry(index, poses, np.tile(lens, (24, 1)), lens, 10, 16, 8)
+            torch.testing.assert_close(raymap[line, first : first + frames], chunk.raymap)
+            torch.testing.assert_close(plucker[line, :, first : first + frames], chunk.plucker)
+
+
+def test_the_encoder_gives_the_same_latents_for_a_clip_at_once(untrained_vae: CausalVideoVAE) -> None:
+    pixels = to_pixels(draw_clips(1, 3, 17, CPU).frames)
+    with torch.no_grad():
+        torch.testing.assert_close(untrained_vae.encoder(pixels, Carry(None)), untrained_vae.encode(pixels))
+
+
+def test_captions_are_read_as_prompts_are() -> None:
+    captions = ["", "red columns", "no word of these"]
+    rows, mask = word_rows(captions)
+    embedder = WordEmbedder(WORDS, torch.randn(len(WORDS.words), 4))
+    text, expected = embedder.embed(captions)
+    assert torch.equal(mask, expected)
+    assert torch.equal(embedder.weight[rows] * mask[..., None], text)
+
+
+def test_a_pool_gives_each_clip_as_often_as_it_is_told() -> None:
+    pool = ClipPool(lambda seed: {"seed": torch.arange(seed, seed + 4)}, count=8, batch=4, reuse=2, seed=100)
+    given = torch.cat([pool.batch()["seed"] for _ in range(40)])
+    assert given.min() >= 100
+    assert given.max() == 100 + 8 + 4 * 20 - 1
+    assert len(given.unique()) > 40
+
+
+def test_masters_step_as_adamw_does_and_keep_what_16_bits_lose() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(8, 8).bfloat16()
+    plain = [p.detach().float().clone().requires_grad_() for p in layer.parameters()]
+    decay = [{"params": plain[:1], "weight_decay": 0.01}, {"params": plain[1:], "weight_decay": 0.0}]
+    optimiser = torch.optim.AdamW(decay, lr=1e-4, betas=BETAS)
+    masters = MasterWeights(layer.parameters())
+    for step in range(5):
+        layer(torch.full((1, 8), float(step), dtype=torch.bfloat16)).square().sum().backward()
+        for p, ours in zip(plain, layer.parameters(), strict=True):
+            assert ours.grad is not None
+            p.grad = ours.grad.float().clone()
+        nn.utils.clip_grad_norm_(plain, 1.0)
+        optimiser.step()
+        masters.step(1e-4)
+        assert not masters.buffer.any()
+    for p, master, ours in zip(plain, masters.masters, layer.parameters(), strict=True):
+        torch.testing.assert_close(master, p.detach())
+        assert torch.equal(ours, master.bfloat16())
+
+
+def test_timesteps_lean_to_the_noisy_end() -> None:
+    found = shifted(torch.linspace(0, 1, 101))
+    assert found.min() == 1
+    assert found.max() == 1000
+    assert torch.equal(found, found.floor())
+    assert found.median() > 800
+
+
+def test_the_vae_learns_a_clip(untrained_vae: CausalVideoVAE) -> None:
+    vae = build_vae(TINY_WORLD_VAE, untrained_vae.state_dict()).requires_grad_()
+    masters = MasterWeights(vae.parameters())
+    batch = {"frames": draw_clips(1, 5, 9, CPU).frames}
+    losses = []
+    for _ in range(6):
+        losses.append(float(vae_loss(vae, batch)["loss"]))
+        masters.step(2e-3)
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def small_batch(chunks: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    clips = draw_clips(1, 5, 1 + 24 * chunks, CPU)
+    raymap, plucker = clip_geometry(clips.poses, clips.intrinsics, 2, 3, 40)
+    latents = torch.randn(1, TINY_WORLD.in_channels, 1 + 3 * chunks, 2, 3, generator=generator)
+    rows, mask = word_rows(clips.captions)
+    return {"latents": latents, "raymap": raymap, "plucker": plucker, "rows": rows, "mask": mask}
+
+
+@pytest.mark.parametrize("own_history", [False, True])
+def test_every_weight_learns_and_the_past_reaches_what_was_remembered(own_history: bool) -> None:
+    model = build_transformer(TINY_WORLD, untrained_weights(TINY_WORLD, 0), dtype=torch.float32).requires_grad_()
+    words = nn.Parameter(torch.randn(len(WORDS.words), TINY_WORLD.caption_channels))
+    torch.manual_seed(0)
+    found = WorldLoss(model, words, own_history=own_history)(small_batch(2))
+    assert found["chunks"].shape == (2,)
+    assert found["loss"].isfinite()
+    assert words.grad is not None
+    assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all()] == []
+
+
+def test_takes_are_what_the_server_makes(untrained_vae: CausalVideoVAE, tmp_path: Path) -> None:
+    weights = untrained_weights(TINY_WORLD, 0)
+    words = torch.randn(len(WORDS.words), TINY_WORLD.caption_channels)
+    save_bundle(tmp_path, weights, untrained_vae.state_dict(), words, WORDS.words, Familiarity(30.0, 20.0))
+    clips = draw_clips(1, 3, 49, CPU, "walk")
+    served = world_from(tmp_path, "cpu")
+    frame, lens = clips.frames[0, 0].numpy(), clips.intrinsics[0].numpy()
+    conditions, state = served.condition(frame, clips.captions[0]), {}
+    model = load_bundle(tmp_path)
+    path = CameraPath(clips.poses, clips.intrinsics)
+    for index, made in enumerate(takes(model, clips.frames[:, 0], path, clips.captions, seed=7)):
+        camera = ChunkCamera(clips.poses[0, 1 + 24 * index : 25 + 24 * index].numpy(), np.tile(lens, (24, 1)), lens)
+        out = served.generate(conditions, state, index, camera, seed=7)
+        state = out.state
+        assert np.abs(out.frames.astype(int) - made[0].numpy()).max() <= 1
+
+
+def test_rates_rise_and_fall() -> None:
+    stage = all_stages()["2-flow"]
+    rates = [learning_rate(stage, x / 100) for x in range(101)]
+    assert max(rates) <= stage.rate
+    assert rates[0] < 0.1 * stage.rate
+    assert rates[-1] == pytest.approx(0.05 * stage.rate, rel=1e-3)
+    assert list(progress_of(stage, 4)) == [0, 0.25, 0.5, 0.75]
+
+
+def test_the_recipe_has_stages_of_nine_minutes_with_scenes_of_their_own() -> None:
+    stages = all_stages()
+    assert next(stage.part for stage in stages.values()) == "vae"
+    assert all(stage.minutes <= 9 for stage in stages.values())
+    assert len({stage.seed for stage in stages.values()}) == len(stages)
+
+
+def test_stages_leave_weights_that_they_go_on_from(tmp_path: Path) -> None:
+    lines: list[str] = []
+    vae = Stage(part="vae", minutes=1, batch=1, chunks=1, rate=1e-3, clips=1)
+    world = Stage(part="world", minutes=1, batch=1, chunks=1, rate=1e-3, clips=1)
+    for name, stage in (("a", vae), ("b", vae), ("c", world), ("d", world)):
+        run(name, stage, tmp_path, 1, lines.append)
+    assert len(lines) == 4
+    names = {path.name for path in tmp_path.iterdir()}
+    assert {"vae.safetensors", "transformer.safetensors", "a.csv", "d.csv", "a.png", "d.png"} <= names

@@ -1,0 +1,188 @@
+"""How good the model that ships is: 64 scenes and paths that it never saw.
+
+    python -m training.evaluate --weights server/model/assets/tiny-world --pictures sheets --record
+
+Pictures are contact sheets, every eighth frame of a take below the true one.
+"""
+
+import argparse
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.kernels import present_commit
+from benchmarks.results import report
+from longtake.server.model.bundle import Bundle, load_bundle
+from longtake.server.model.vae import to_uint8
+from longtake.training.clips import Clips, draw_clips, to_pixels
+from longtake.training.generation import FRAMES_PER_CHUNK, CameraPath, Forget, takes
+from longtake.training.measures import colours, psnr, registered, sharpness
+from longtake.training.pictures import save_rows
+from longtake.training.train import WEIGHTS
+
+SCENES = 64
+CHUNKS, LONG = 4, 40
+FAR_DB = 16.0
+"""A path leads away if copying the first frame scores no more than this in the fourth chunk."""
+DRIFT = 0.25
+
+
+class Row(NamedTuple):
+    """A line of the results: what was measured, what came out, and what it must reach."""
+
+    work: str
+    number: str
+    goal: str
+
+
+class Judge:
+    """Runs a model on the held-out clips of some kind of path."""
+
+    def __init__(self, model: Bundle, device: torch.device, count: int, pictures: Path | None) -> None:
+        self.model, self.device, self.count, self.pictures = model, device, count, pictures
+
+    def clips(self, chunks: int, kind: str | None = None) -> Clips:
+        """Held-out clips: seeds from 0 on."""
+        return draw_clips(self.count, 0, 1 + FRAMES_PER_CHUNK * chunks, self.device, kind)
+
+    def play(self, clips: Clips, poses: Tensor | None = None, forget: Forget | None = None) -> Tensor:
+        """What the model makes of the clips' first frames, along other poses if they are given → [B,24K,H,W,3]."""
+        path = CameraPath(clips.poses if poses is None else poses, clips.intrinsics)
+        return torch.cat(list(takes(self.model, clips.frames[:, 0], path, clips.captions, 0, forget=forget)), dim=1)
+
+    def draw(self, name: str, clips: Clips, made: Tensor, most: int = 8) -> None:
+        """Contact sheets of the first clips."""
+        if self.pictures is not None:
+            rows = [(true[8::8], video[7::8]) for true, video in zip(clips.frames[:most], made, strict=False)]
+            save_rows(self.pictures / f"{name}.png", [row for pair in rows for row in pair])
+
+
+def by_chunk(frames: Tensor) -> Iterator[Tensor]:
+    """[B,24K,…] → K times [B,24,…]."""
+    return iter(torch.split(frames, FRAMES_PER_CHUNK, dim=1))
+
+
+def mean(x: Tensor) -> float:
+    """Mean over clips."""
+    return float(x.double().mean())
+
+
+def scores(found: Tensor, true: Tensor) -> Tensor:
+    """PSNR of every chunk [B,K] in dB."""
+    return torch.stack([psnr(a, b) for a, b in zip(by_chunk(found), by_chunk(true), strict=True)], dim=1)
+
+
+def fidelity(judge: Judge) -> Iterator[Row]:
+    """PSNR to the true render, and how much of it is owed to the right poses."""
+    clips = judge.clips(CHUNKS)
+    true, made = clips.frames[:, 1:], judge.play(clips)
+    judge.draw("paths", clips, made)
+    ours = scores(made, true)
+    copied = scores(clips.frames[:, :1].expand_as(true), true)
+    astray = scores(judge.play(clips, clips.poses.roll(1, dims=0)), true)
+    far = copied[:, -1] <= FAR_DB
+    name = f"{int(far.sum())} of {judge.count} held-out paths on which copying the first frame scores ≤ {FAR_DB:g} dB"
+    first, last = (mean(ours[far, i]) for i in (0, -1))
+    yield Row(f"PSNR to the true render, first / fourth chunk; {name}", f"{first:.1f} / {last:.1f} dB", "22 / 19.5 dB")
+    numbers = " / ".join(f"{mean(x[:, i]):.1f}" for x in (ours, copied) for i in (0, -1))
+    yield Row("the same on all paths; beside it copying the first frame", f"{numbers} dB", "–")
+    margin = (ours - astray)[far]
+    yield Row("PSNR with right poses less that with another path's; the same paths", f"{mean(margin):.1f} dB", "3 dB")
+    restored = judge.model.vae.decode(judge.model.vae.encode(to_pixels(clips.frames)), None)[0]
+    seen = torch.stack([to_uint8(video[:, 1:]) for video in restored])
+    yield Row(
+        "PSNR of the VAE alone, first / fourth chunk",
+        " / ".join(f"{mean(scores(seen, true)[:, i]):.1f}" for i in (0, -1)) + " dB",
+        "–",
+    )
+    yield following(clips, made)
+
+
+def following(clips: Clips, made: Tensor) -> Row:
+    """Rotation error a chunk: how far the registered rotation off the true pose moves from chunk to chunk."""
+    off, errors = torch.zeros(len(made), 2, device=made.device), []
+    for chunk in range(1, CHUNKS + 1):
+        frame = FRAMES_PER_CHUNK * chunk
+        now = registered(clips.scenes, made[:, frame - 1], clips.poses[:, frame], clips.intrinsics)
+        errors.append(torch.rad2deg((now - off).norm(dim=1)))
+        off = now
+    each = torch.stack(errors)
+    return Row(
+        "rotation error a chunk, by registration against the renderer",
+        f"{mean(each):.2f}° (median {float(each.median()):.2f}°)",
+        "3°",
+    )
+
+
+def memory(judge: Judge) -> Iterator[Row]:
+    """A view that comes back after two chunks of looking away."""
+    clips = judge.clips(CHUNKS, "return")
+    made = judge.play(clips)
+    judge.draw("return", clips, made)
+    view = clips.frames[:, FRAMES_PER_CHUNK]
+    with_it = psnr(made[:, -1], view)
+    yield Row(
+        "look 90° away for two chunks and return: PSNR of the last frame to the view before",
+        f"{mean(with_it):.1f} dB",
+        "18 dB",
+    )
+    forgets: tuple[Forget, ...] = ("scans", "everything")
+    for forget in forgets:
+        without = psnr(judge.play(clips, forget=forget)[:, -1], view)
+        yield Row(
+            f"the same less that of the model with {forget} zeroed before each chunk",
+            f"{mean(with_it - without):.1f} dB",
+            "2 dB",
+        )
+
+
+def drift(judge: Judge) -> Iterator[Row]:
+    """Sharpness and colours at chunk 40, relative to chunk 1 and to what the true frames do meanwhile."""
+    clips = judge.clips(LONG, "wander")
+    path = CameraPath(clips.poses, clips.intrinsics)
+    chunks = list(takes(judge.model, clips.frames[:, 0], path, clips.captions, 0))
+    judge.draw("long", Clips(clips.frames[:, ::6], *clips[1:]), torch.cat(chunks, dim=1)[:, 5::6])
+    true = list(by_chunk(clips.frames[:, 1:]))
+    for name, measure in (("sharpness", lambda x: sharpness(x)[:, None]), ("colours", colours)):
+        ours, theirs = (measure(x[-1]) / measure(x[0]).clamp(min=1) for x in (chunks, true))
+        change = (ours / theirs - 1).abs().amax(1)
+        plain = (ours - 1).abs().amax(1)
+        within = [int((x <= DRIFT).sum()) for x in (change, plain)]
+        yield Row(
+            f"{name} at chunk {LONG} within 25 % of chunk 1, relative to the true render (and not)",
+            f"{within[0]} ({within[1]}) of {judge.count} scenes, median change {float(change.median()):.0%}",
+            f"{judge.count}",
+        )
+
+
+def main() -> None:
+    """Measure, print, and with --record append to benchmarks/RESULTS.md."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--weights", type=Path, default=WEIGHTS, help=f"folder of the model; default: {WEIGHTS}")
+    parser.add_argument("--scenes", type=int, default=SCENES)
+    parser.add_argument("--pictures", type=Path, help="folder for contact sheets")
+    parser.add_argument("--only", choices=("fidelity", "memory", "drift"), action="append")
+    parser.add_argument("--record", action="store_true", help="append the rows to benchmarks/RESULTS.md")
+    parser.add_argument("--commit", help="what is measured, where git can not tell")
+    arguments = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.set_float32_matmul_precision("high")
+    judge = Judge(load_bundle(arguments.weights, device), device, arguments.scenes, arguments.pictures)
+    hardware = torch.cuda.get_device_name() if device.type == "cuda" else "2 cores"
+    stamp = f"{datetime.now(UTC):%Y-%m-%d} | {arguments.commit or present_commit()} | {hardware}"
+    parts = {"fidelity": fidelity, "memory": memory, "drift": drift}
+    for name in arguments.only or parts:
+        with torch.no_grad():
+            rows = list(parts[name](judge))
+        report(
+            [f"| {stamp} | tiny-world: {row.work} | {row.number} | {row.goal} |" for row in rows],
+            record=arguments.record,
+        )
+
+
+if __name__ == "__main__":
+    main()
