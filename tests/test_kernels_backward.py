@@ -12,7 +12,7 @@ from longtake.kernels.scan import training
 
 SMALL, TINY = Shape(1, 3, 7, 2, 16), Shape(1, 3, 2, 2, 16)
 CASES: list[tuple[str, Shape, torch.dtype, Precision, str]] = [
-    ("gdn", Shape(1, 1, 1, 3, 16), FP32, "ieee", "forward"),
+    ("gdn", Shape(1, 1, 1, 47, 16), FP32, "ieee", "forward"),
     ("gdn", SMALL._replace(batch=2), FP32, "ieee", "both full weights turned-own state chunks"),
     ("gdn", Shape(1, 2, 7, 2, 32), BF16, "bf16", "both full weights turned state gated"),
     ("gdn", Shape(1, 3, 7, 1, 40), FP16, "bf16", "forward head k-weight turned-doubled state quotient"),

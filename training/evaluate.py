@@ -171,7 +171,11 @@ def main() -> None:
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_float32_matmul_precision("high")
-    judge = Judge(load_bundle(arguments.weights, device), device, arguments.scenes, arguments.pictures)
+    model = load_bundle(arguments.weights, device)
+    if device.type == "cuda":
+        model.transformer.to(torch.bfloat16)  # as it was trained; on a CPU fp32, as it is served
+        model.words.to(device)
+    judge = Judge(model, device, arguments.scenes, arguments.pictures)
     hardware = torch.cuda.get_device_name() if device.type == "cuda" else "2 cores"
     stamp = f"{datetime.now(UTC):%Y-%m-%d} | {arguments.commit or present_commit()} | {hardware}"
     parts = {"fidelity": fidelity, "memory": memory, "drift": drift}

@@ -19,7 +19,6 @@ class Block(nn.Module):
     def __init__(self, config: SanaWMConfig, index: int) -> None:
         super().__init__()
         self.config = config
-        self.index = index
         self.eps = config.layernorm_eps
         self.scale_shift_table = nn.Parameter(torch.zeros(6, config.hidden_size))
         self.attn = SoftmaxAttention(config) if config.is_softmax(index) else GdnAttention(config)
@@ -28,9 +27,19 @@ class Block(nn.Module):
         self.mlp = MixFFN(config)
 
     def forward(
-        self, x: Tensor, modulation: Tensor, chunk: ChunkCondition, state: BlockState | None, *, write: bool
+        self,
+        x: Tensor,
+        modulation: Tensor,
+        chunk: ChunkCondition,
+        text: tuple[Tensor, Tensor],
+        state: BlockState | None,
+        *,
+        write: bool,
     ) -> tuple[Tensor, BlockState | None]:
-        """From x [B,F,S,C] and modulation [B,F,6,C] to x and the block's new state when `write`. `state` stays."""
+        """From x [B,F,S,C] and modulation [B,F,6,C] to x and the block's new state when `write`. `state` stays.
+
+        `text`: keys and values of this block.
+        """
         shifts = (self.scale_shift_table + modulation)[..., None, :].unbind(2)
         shift_attn, scale_attn, gate_attn, shift_ffn, scale_ffn, gate_ffn = shifts
         h = modulate(x, shift_attn, scale_attn, self.eps)
@@ -38,8 +47,7 @@ class Block(nn.Module):
         x = x + gate_attn * attended
         if chunk.camera is not None:
             x = x + self.plucker_proj(chunk.camera.plucker)
-        text = chunk.text
-        x = x + self.cross_attn(x, text.keys[self.index], text.values[self.index], text.mask)
+        x = x + self.cross_attn(x, *text, chunk.text.mask)
         h = modulate(x, shift_ffn, scale_ffn, self.eps)
         mixed, tail = self.mlp(h, chunk.shape[1:], None if state is None else state.ffn_tail.to(h.dtype))
         return x + gate_ffn * mixed, BlockState(memory, carried(tail, self.config)) if write else None

@@ -124,7 +124,9 @@ class SanaWMTransformer(nn.Module):
         modulation = self.t_block(embedding).unflatten(-1, (6, -1))
         written: list[BlockState] = []
         for i, block in enumerate(self.blocks):
-            x, block_state = block(x, modulation, chunk, None if state is None else state.blocks[i], write=write)
+            text = chunk.text.keys[i], chunk.text.values[i]
+            before = None if state is None else state.blocks[i]
+            x, block_state = block(x, modulation, chunk, text, before, write=write)
             if block_state is not None:
                 written.append(block_state)
         velocity = self.final_layer(x, embedding).permute(0, 3, 1, 2).unflatten(-1, chunk.shape[1:])
