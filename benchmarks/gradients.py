@@ -14,8 +14,8 @@ from torch import Tensor
 
 from benchmarks.gpu_timing import captured
 from benchmarks.kernel_work import COPY_RATE, LIMITS, Inputs, Results, Shape, camera, draw, gdn
-from benchmarks.kernels import parse_shape, present_commit, rotating_inputs
-from benchmarks.results import report
+from benchmarks.kernels import parse_shape, rotating_inputs
+from benchmarks.results import present_commit, report
 from longtake.kernels.backend import Backend
 from longtake.kernels.scan.configurations import Precision
 

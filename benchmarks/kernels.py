@@ -6,7 +6,6 @@ NVlabs/Sana, its kernels are checked and timed at the same shapes in the same ru
 """
 
 import argparse
-import subprocess
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from math import ceil
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from benchmarks.gpu_timing import captured, eager, kernels
 from benchmarks.kernel_work import Inputs, Shape, Work, draw, own_works, relative_errors
-from benchmarks.results import report
+from benchmarks.results import present_commit, report
 from longtake.kernels.scan.configurations import Precision
 
 SHAPES = ("1x3", "1x4", "8x3", "1x11", "8x11", "1x121")
@@ -136,11 +135,6 @@ def parse_shape(text: str) -> Shape:
     """`BxF` → shape."""
     batch, frames = map(int, text.split("x"))
     return Shape(batch, frames)
-
-
-def present_commit() -> str:
-    shown = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return shown.stdout.strip() or "?"
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -13,11 +13,16 @@ SERVED = ("--model", "tiny-untrained")
 """Options of the servers that are measured: rows of different days are about the same model."""
 
 
-def row(work: str, number: str, floor: str, hardware: str | None = None) -> str:
-    """One row of today, for the commit that is checked out; the hardware is this machine's CPU when left out."""
+def present_commit() -> str:
+    """The commit that is checked out, or ? where git can not tell."""
     git = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or "?"
+    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or "?"
+
+
+def row(work: str, number: str, floor: str, hardware: str | None = None, commit: str | None = None) -> str:
+    """One row of today, for the commit that is checked out; the hardware is this machine's CPU when left out."""
     hardware = hardware or f"{os.cpu_count()} cores {platform.machine()}"
+    commit = commit or present_commit()
     return f"| {datetime.now(UTC):%Y-%m-%d} | {commit} | {hardware} | {work} | {number} | {floor} |"
 
 

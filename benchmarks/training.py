@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from benchmarks.kernels import present_commit
-from benchmarks.results import report
+from benchmarks.results import present_commit, report
 from longtake.kernels import Backend, cam_branch, frame_gates, gdn_scan, ttt_linear
 
 BATCH, FRAMES, TOKENS, HEADS, DIM = 1, 3, 4, 1, 16

@@ -21,8 +21,8 @@ from torch.nn.functional import normalize
 
 from benchmarks.gpu_timing import captured, eager
 from benchmarks.kernel_work import COPY_RATE, LIMITS
-from benchmarks.kernels import ROTATING_BYTES, ROTATING_SETS, present_commit
-from benchmarks.results import report
+from benchmarks.kernels import ROTATING_BYTES, ROTATING_SETS
+from benchmarks.results import present_commit, report
 from longtake.kernels import ttt_linear
 
 SHAPES = ("4096x64", "4096x128", "16384x64", "16384x128")

@@ -10,8 +10,10 @@ from pathlib import Path
 import av
 from PIL import Image, ImageDraw, ImageFont
 
-WIDTH, HEIGHT, GAP, LABEL = 200, 120, 10, 34
-SHOWN = [(12, "frame 12"), (40, "frame 40"), None, (60, "frame 60"), (72, "frame 72")]
+from longtake.server.demo import FIRST_FRAME
+
+WIDTH, HEIGHT, GAP, LABEL = 192, 120, 10, 34
+SHOWN = [(48, "frame 48"), (84, "frame 84"), (120, "frame 120"), None, (156, "frame 156"), (192, "frame 192")]
 INK, RED = (40, 40, 46), (200, 40, 40)
 
 
@@ -19,7 +21,7 @@ def main(video: Path, picture: Path) -> None:
     """Read the video and write the picture."""
     with av.open(str(video)) as container:
         frames = [frame.to_image() for frame in container.decode(video=0)]
-    with as_file(files("longtake.server") / "assets" / "courtyard.png") as first:
+    with as_file(files("longtake.server") / "assets" / FIRST_FRAME) as first:
         tiles = [(Image.open(first), "first frame")]
     sheet = Image.new("RGB", ((len(SHOWN) + 1) * (WIDTH + GAP) + GAP, HEIGHT + LABEL + GAP), "white")
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(15)

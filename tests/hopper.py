@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import triton
+from contractions import contracted_sums
 from pipelines import overwritten_tiles
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
@@ -30,6 +31,8 @@ def pretend() -> set[str]:
         name = f"{self.fn.__module__}.{self.fn.__name__}"
         if early := overwritten_tiles(kernel.asm["ttgir"]):
             raise AssertionError(f"{name} {options} overwrites what a product may still read: {early}")
+        if unequal := contracted_sums(kernel.asm["ptx"]):
+            raise AssertionError(f"{name} {options} has sums that differ between threads: {unequal}")
         compiled.add(name)
         return kernel
 

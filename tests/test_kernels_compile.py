@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from contractions import contracted_sums
 from pipelines import overwritten_tiles
 
 from longtake.kernels.backend import TRITON_INSTALLED, VARIABLE
@@ -44,3 +45,9 @@ LOOP = """
 @pytest.mark.parametrize(("slots", "pending", "early"), [(1, 1, 1), (2, 1, 0), (1, 0, 0)])
 def test_a_load_into_a_tile_that_is_still_read_is_found(slots: int, pending: int, early: int) -> None:
     assert len(overwritten_tiles(LOOP.replace("SLOTS", str(slots)).replace("PENDING", str(pending)))) == early
+
+
+@pytest.mark.parametrize(("addend", "found"), [("%r4", 1), ("%r9", 0)])
+def test_a_sum_that_is_fused_with_a_product_is_found(addend: str, found: int) -> None:
+    ptx = f"shfl.sync.bfly.b32 \t%r4, %r3, 16, 31, -1;\nfma.rn.f32 \t%r5, %r1, %r2, {addend};\n"
+    assert len(contracted_sums(ptx)) == found

@@ -12,12 +12,13 @@ from longtake.server.model.bundle import build_vae, load_bundle, save_bundle
 from longtake.server.model.config import TINY_WORLD
 from longtake.server.model.familiarity import Familiarity
 from longtake.server.model.registry import world_from
+from longtake.server.model.rope import RopeTables, rope_tables
 from longtake.server.model.vae import TINY_WORLD_VAE, CausalVideoVAE, init_untrained
 from longtake.server.model.vae_blocks import Carry
 from longtake.server.model.vocabulary import WordEmbedder
 from longtake.server.model.weights import build_transformer, untrained_weights
 from longtake.server.model.world import ChunkCamera
-from longtake.training.clips import WORDS, ClipPool, clip_geometry, draw_clips, to_pixels, word_rows
+from longtake.training.clips import WORDS, ClipPool, clip_geometry, draw_clips, late_tables, to_pixels, word_rows
 from longtake.training.generation import CameraPath, takes
 from longtake.training.losses import WorldLoss, shifted, vae_loss
 from longtake.training.optimiser import BETAS, MasterWeights
@@ -53,6 +54,14 @@ def test_the_encoder_gives_the_same_latents_for_a_clip_at_once(untrained_vae: Ca
     pixels = to_pixels(draw_clips(1, 3, 17, CPU).frames)
     with torch.no_grad():
         torch.testing.assert_close(untrained_vae.encoder(pixels, Carry(None)), untrained_vae.encode(pixels))
+
+
+def test_tables_begin_late_behind_the_first_chunk() -> None:
+    late = late_tables(10, (7, 2, 3), TINY_WORLD)
+    for start, rows, frames in ((0, slice(0, 24), 4), (14, slice(24, 42), 3)):
+        expected = rope_tables(start, (frames, 2, 3), TINY_WORLD.head_dim, TINY_WORLD.rope_theta)
+        for name in RopeTables._fields:
+            assert torch.equal(late[name][rows], getattr(expected, name).float())
 
 
 def test_captions_are_read_as_prompts_are() -> None:
@@ -118,7 +127,8 @@ def small_batch(chunks: int) -> dict[str, Tensor]:
     raymap, plucker = clip_geometry(clips.poses, clips.intrinsics, 2, 3, 40)
     latents = torch.randn(1, TINY_WORLD.in_channels, 1 + 3 * chunks, 2, 3, generator=generator)
     rows, mask = word_rows(clips.captions)
-    return {"latents": latents, "raymap": raymap, "plucker": plucker, "rows": rows, "mask": mask}
+    tables = late_tables(5, (1 + 3 * chunks, 2, 3), TINY_WORLD)
+    return {"latents": latents, "raymap": raymap, "plucker": plucker, "rows": rows, "mask": mask, **tables}
 
 
 @pytest.mark.parametrize("own_history", [False, True])

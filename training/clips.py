@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from longtake.server.camera.rays import plucker_rays
+from longtake.server.model.config import SanaWMConfig
+from longtake.server.model.rope import RopeTables, rope_tables
 from longtake.server.model.vocabulary import EMPTY, Vocabulary
 from longtake.training.captions import VOCABULARY, caption
 from longtake.training.paths import clear_path, draw_intrinsics, draw_paths
@@ -81,6 +83,17 @@ def clip_geometry(poses: Tensor, intrinsics: Tensor, height: int, width: int, si
     raymap = torch.cat([poses[:, last].flatten(2), scaled], dim=-1).float()
     rays = plucker_rays(poses[:, seen], scaled[:, :, None].expand(-1, -1, FRAMES_PER_LATENT, -1), height, width)
     return raymap, rays.float()
+
+
+def late_tables(gap: int, shape: tuple[int, int, int], config: SanaWMConfig) -> Tensors:
+    """Rotary tables of the latent frames of a clip (F, h, w) whose second chunk begins `gap` frames late, by name.
+
+    Takes are longer than clips: so a short one shows how far away the first chunk can be.
+    """
+    first = 1 + LATENTS_PER_CHUNK
+    parts = [(0, min(first, shape[0])), (first + gap, max(shape[0] - first, 0))]
+    tables = [rope_tables(start, (F, *shape[1:]), config.head_dim, config.rope_theta) for start, F in parts]
+    return {name: torch.cat([getattr(table, name) for table in tables]).float() for name in RopeTables._fields}
 
 
 class ClipPool:

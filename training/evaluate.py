@@ -7,15 +7,13 @@ Pictures are contact sheets, every eighth frame of a take below the true one.
 
 import argparse
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from benchmarks.kernels import present_commit
-from benchmarks.results import report
+from benchmarks.results import report, row
 from longtake.server.model.bundle import Bundle, load_bundle
 from longtake.server.model.vae import to_uint8
 from longtake.training.clips import Clips, draw_clips, to_pixels
@@ -176,16 +174,13 @@ def main() -> None:
         model.transformer.to(torch.bfloat16)  # as it was trained; on a CPU fp32, as it is served
         model.words.to(device)
     judge = Judge(model, device, arguments.scenes, arguments.pictures)
-    hardware = torch.cuda.get_device_name() if device.type == "cuda" else "2 cores"
-    stamp = f"{datetime.now(UTC):%Y-%m-%d} | {arguments.commit or present_commit()} | {hardware}"
+    hardware = torch.cuda.get_device_name() if device.type == "cuda" else None
     parts = {"fidelity": fidelity, "memory": memory, "drift": drift}
     for name in arguments.only or parts:
         with torch.no_grad():
-            rows = list(parts[name](judge))
-        report(
-            [f"| {stamp} | tiny-world: {row.work} | {row.number} | {row.goal} |" for row in rows],
-            record=arguments.record,
-        )
+            found = list(parts[name](judge))
+        rows = [row(f"tiny-world: {x.work}", x.number, x.goal, hardware, arguments.commit) for x in found]
+        report(rows, record=arguments.record)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Blocks that torch.compile fuses, for training: between the kernels PyTorch runs some three hundred small operators."""
+"""Blocks that torch.compile fuses for training: between kernels PyTorch runs some three hundred small operators."""
 
 from collections.abc import Callable
 from typing import Any
@@ -35,4 +35,4 @@ def fuse(model: SanaWMTransformer) -> None:
     """Compile the blocks of a model on their first use, in place."""
     for block in model.blocks:
         assert isinstance(block, Block)
-        block.forward = FusedPass(block)  # type: ignore[method-assign]
+        block.forward = FusedPass(block)  # type: ignore[assignment]

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from longtake.server.model.conditions import ChunkCondition, TextCondition
+from longtake.server.model.rope import RopeTables
 from longtake.server.model.sampler import MAX_TIMESTEP, denoise_chunk
 from longtake.server.model.state import TransformerState
 from longtake.server.model.transformer import SanaWMTransformer
@@ -57,7 +58,8 @@ class WorldLoss:
     def __call__(self, batch: Tensors) -> Tensors:
         """Mean squared error of the velocity over chunks, its gradient added; `chunks` [K] is each chunk's.
 
-        `batch` has latents [B,C,1+3K,h,w], raymap [B,F,20], plucker [B,48,F,h,w], rows and mask [B,L].
+        `batch` has latents [B,C,1+3K,h,w], raymap [B,F,20], plucker [B,48,F,h,w], rows and mask [B,L], and the rotary
+        tables of all latent frames.
         """
         mask = batch["mask"]
         text = self.model.encode_text(functional.embedding(batch["rows"], self.words) * mask[..., None], mask)
@@ -78,7 +80,11 @@ class WorldLoss:
     def _condition(self, batch: Tensors, text: TextCondition, first: int, clean: Tensor) -> ChunkCondition:
         F, h, w = clean.shape[2:]
         seen = slice(first, first + F)
-        return self.model.encode_chunk(text, first, (F, h, w), batch["raymap"][:, seen], batch["plucker"][:, :, seen])
+        raymap, plucker = batch["raymap"][:, seen], batch["plucker"][:, :, seen]
+        chunk = self.model.encode_chunk(text, first, (F, h, w), raymap, plucker)
+        cos, sin, cam_cos, cam_sin = (batch[name][first * h * w : (first + F) * h * w] for name in RopeTables._fields)
+        assert chunk.camera is not None
+        return chunk._replace(cos=cos, sin=sin, camera=chunk.camera._replace(cos=cam_cos, sin=cam_sin))
 
     def _timesteps(self, clean: Tensor) -> Tensor:
         uniform = torch.rand(len(clean), 1, device=clean.device)

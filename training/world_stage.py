@@ -17,9 +17,11 @@ from longtake.training.clips import (
     clip_geometry,
     draw_clips,
     first_seed,
+    late_tables,
     to_pixels,
     word_rows,
 )
+from longtake.training.fusion import fuse
 from longtake.training.generation import CameraPath, takes
 from longtake.training.graphs import CapturedStep
 from longtake.training.losses import WorldLoss
@@ -29,6 +31,10 @@ from longtake.training.stage import Stage
 
 FRAMES_PER_CHUNK = 24
 GATES_AT_FIRST = 0.3
+LATE, LATEST = 0.5, 130
+"""Part of the steps whose clips have a gap behind their first chunk, and of how many latent frames at most."""
+LARGEST_KEY_WEIGHT = 2**0.5
+"""Of the norm of keys: with more, a memory could grow from frame to frame (`SanaWMConfig.gdn_norm`)."""
 UNCAPTIONED = 0.15
 """Part of the clips whose caption is kept back."""
 
@@ -45,10 +51,18 @@ class WorldStage:
         self.model.to(device, self.dtype)
         self.words = nn.Parameter(words.to(device, self.dtype))
         self.masters = MasterWeights([*self.model.parameters(), self.words])
+        self._key_weights = [
+            master
+            for (name, _), master in zip(self.model.named_parameters(), self.masters.masters, strict=False)
+            if name.endswith("attn.k_norm.weight")
+        ]
         self._device, self._count = device, stage.batch
         self._frames = 1 + FRAMES_PER_CHUNK * stage.chunks
         self._encoder = self.vae.encoder.to(self.dtype)
         self._pool = ClipPool(self._draw, stage.clips, stage.batch, stage.reuse, first_seed(stage.seed, rank))
+        self._chance = torch.Generator().manual_seed(stage.seed + rank)
+        if stage.fused and device.type == "cuda":
+            fuse(self.model)
         loss = WorldLoss(self.model, self.words, own_history=stage.history == "own")
         self._step = CapturedStep(loss, self.masters.buffer.zero_)
 
@@ -66,8 +80,14 @@ class WorldStage:
 
     def step(self, rate: float) -> Tensors:
         """One step; what it found, by name."""
-        found = self._step(self._pool.batch())
+        batch = self._pool.batch()
+        late = int(torch.rand(1, generator=self._chance) < LATE)
+        gap = late * int(torch.randint(1, LATEST, (1,), generator=self._chance))
+        frames, height, width = batch["latents"].shape[2:]
+        tables = late_tables(gap, (frames, height, width), TINY_WORLD)
+        found = self._step(batch | {name: x.to(self._device) for name, x in tables.items()})
         norm = self.masters.step(rate)
+        torch._foreach_clamp_max_(self._key_weights, LARGEST_KEY_WEIGHT)
         chunks = {f"chunk{i}": x for i, x in enumerate(found["chunks"])}
         return {"loss": found["loss"], **chunks, "norm": norm}
 
@@ -81,6 +101,7 @@ class WorldStage:
         """Draw clips, two frames a second, above what the saved model makes of their first frames and cameras."""
         clips = draw_clips(4, 0, self._frames, self._device)
         model = load_bundle(path.parent, self._device)
+        model.transformer.to(self.dtype)
         made = takes(model, clips.frames[:, 0], CameraPath(clips.poses, clips.intrinsics), clips.captions, seed=0)
         videos = torch.cat([clips.frames[:, :1], *made], dim=1)
         rows = [(true[::8], video[::8]) for true, video in zip(clips.frames, videos, strict=True)]

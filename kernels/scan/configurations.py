@@ -32,7 +32,7 @@ class Reading(NamedTuple):
 
 
 class Configuration(NamedTuple):
-    """Operands and their dot precision, tiles and warps of the four kernels, and of `keys` in the backward pass."""
+    """Operands and their dot precision, tiles and warps of the four kernels, and of `queries` and `keys` going back."""
 
     operand: torch.dtype
     dot: str
@@ -47,6 +47,7 @@ class Configuration(NamedTuple):
     remember_stages: int
     read: Reading
     read_without_normaliser: Reading
+    queries: Reading
     keys: Reading
     keys_columns: int
 
@@ -65,7 +66,8 @@ HOPPER_BF16 = Configuration(
     remember_stages=3,
     read=Reading(32, 7, warps=4, registers=168, turned=True),
     read_without_normaliser=Reading(64, 7, warps=4, registers=168),
-    keys=Reading(64, 4, warps=8),
+    queries=Reading(64, 2, warps=8, registers=128),
+    keys=Reading(64, 1, warps=8, registers=128),
     keys_columns=128,
 )
 HOPPER_TF32 = HOPPER_BF16._replace(
@@ -78,7 +80,8 @@ HOPPER_TF32 = HOPPER_BF16._replace(
     remember_warps=8,
     read=Reading(16, 14, warps=4),
     read_without_normaliser=Reading(16, 14, warps=4),
-    keys=Reading(16, 14, warps=4),
+    queries=Reading(16, 14, warps=4),
+    keys=Reading(16, 1, warps=4),
     keys_columns=32,
 )
 HOPPER_IEEE = HOPPER_TF32._replace(
@@ -87,7 +90,8 @@ HOPPER_IEEE = HOPPER_TF32._replace(
     remember_warps=16,
     read=Reading(16, 14, warps=8),
     read_without_normaliser=Reading(16, 14, warps=8),
-    keys=Reading(16, 14, warps=8),
+    queries=Reading(16, 14, warps=8),
+    keys=Reading(16, 1, warps=8),
 )
 CONFIGURATIONS: dict[tuple[int, int], dict[Precision, Configuration]] = {
     (9, 0): {

@@ -1,6 +1,7 @@
 """Shape and switches of the SANA-WM transformer (arXiv 2605.15178)."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +19,9 @@ class SanaWMConfig:
         cam_downscale_gdn: camera q, k, v of gated delta blocks are shrunk to their RMS before the ray transform.
         cam_downscale_softmax: the same in softmax blocks.
         softmax_padded_scale: softmax scale of the head dim padded for flash attention instead of its own.
+        gdn_norm: over what the main branch of gated delta blocks normalises q and k, all channels or each head's. With all
+            of them one head can take the energy of every head in its keys: its transition I − P then has eigenvalues as
+            low as 1 − H, and a state that is fed long enough overflows. By heads and with weights up to √2 it can not.
         carry_bf16: tokens that are carried from chunk to chunk (tails, keys and values of past chunks) are rounded to
             bf16, whatever the dtype of the weights; scan states stay fp32.
     """
@@ -49,6 +53,7 @@ class SanaWMConfig:
     cam_downscale_gdn: bool = False
     cam_downscale_softmax: bool = False
     softmax_padded_scale: bool = True
+    gdn_norm: Literal["full", "head"] = "full"
     carry_bf16: bool = False
 
     def __post_init__(self) -> None:
@@ -118,6 +123,7 @@ TINY_WORLD = SanaWMConfig(
     latent_hw=(10, 16),
     mlp_ratio=2.0,
     conv_kernel_size=2,
+    gdn_norm="head",
     carry_bf16=True,
 )
 """The trained model that ships: 128×80 pixels, latents of 8×8 pixels and 8 frames, a state below 8 MB."""

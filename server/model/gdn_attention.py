@@ -89,7 +89,7 @@ class GdnAttention(CameraAttention):
             beta,
             decay,
             direction="both",
-            norm="full",
+            norm=self.config.gdn_norm,
             q_weight=self.q_norm.weight,
             k_weight=self.k_norm.weight,
             norm_eps=self.config.qk_norm_eps,

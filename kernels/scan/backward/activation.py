@@ -111,7 +111,7 @@ def _activation_kernel(
     TRANSPOSED: tl.constexpr,
     GROWTH: tl.constexpr,
 ) -> None:
-    """One token, whose heads are taken in GROUPS groups of HEADS; `grad` is left in the camera's frame."""
+    """One token, whose heads are taken in GROUPS groups of HEADS; `grad` is left in the camera's frame for weights."""
     token = tl.program_id(0).to(tl.int64)
     batch, row = token // tokens, token % tokens
     x += (batch * x_batch + row * x_token) * 8
@@ -143,7 +143,7 @@ def _activation_kernel(
             raw, grad, weight, ratio_grad, inverse, head, heads, eps, scale, place, unplace, NORM, WEIGHTED, RELU,
             POSITIONS, GROWTH, D, SIDE,
         )  # fmt: skip
-        if POSITIONS == CAMERA:
+        if POSITIONS == CAMERA and WEIGHTED:
             store_heads(grad, back, head, heads, D, D, "ieee")
         back = _rectified(raw, back, weight, head, heads, scale, WEIGHTED, RELU, D, SIDE)
         factor = tl.full((HEADS, 1), 1.0, tl.float32) * inverse
@@ -186,7 +186,7 @@ def _weight_kernel(
         valid = inside[:, None] & (col < D)[None, :]
         place = (token // tokens * x_batch + token % tokens * x_token + head * x_head) * 8
         value = tl.load(x + place[:, None] + col[None, :], valid, 0.0).to(tl.float32)
-        back = tl.load(grad + ((token * heads + head) * D)[:, None] + col[None, :], valid, 0.0) * scale
+        back = tl.load(grad + ((token * heads + head) * D)[:, None] + col[None, :], valid, 0.0).to(tl.float32) * scale
         if RELU:
             back = tl.where(value * w > 0, back, 0.0)
         if NORM == HEAD_NORM:
@@ -223,11 +223,11 @@ def activation_gradients(
 ) -> RawGradients:
     """Through position, scale, ReLU and norm: gradients of raw x [B,N,H,D], aligned, from those of the operand.
 
-    `grad` [B,N,H,D] fp32 is overwritten with those of what has no position yet.
+    `grad` [B,N,H,D] is overwritten with those of what has no position yet, if there is a placement and a weight.
     """
     batch, tokens, heads, dim = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rms = grad.new_empty((batch, tokens))
+    rms = grad.new_empty((batch, tokens), dtype=torch.float32)
     group = min(HEADS_AT_ONCE, triton.next_power_of_2(heads))
     matrix, transposed, tables, growth_grad = placement or Placement(grad, False, (grad, grad), None)
     _activation_kernel[(batch * tokens,)](
@@ -266,7 +266,7 @@ def _weight_gradient(
     """Of the norm's weight [H*D], summed over blocks of tokens and those in PyTorch's order."""
     batch, tokens, heads, dim = x.shape
     blocks = triton.cdiv(batch * tokens, BLOCK_TOKENS)
-    shares = grad.new_empty((blocks, heads * dim))
+    shares = grad.new_empty((blocks, heads * dim), dtype=torch.float32)
     _weight_kernel[(blocks, heads)](
         x,
         grad,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from longtake.kernels.scan.backward.activation import Placement, RawGradients, activation_gradients
+from longtake.kernels.scan.backward.combine import combine
 from longtake.kernels.scan.backward.recall import recall
 from longtake.kernels.scan.backward.receive import receive
 from longtake.kernels.scan.backward.tokens import TokenGradients, token_gradients
@@ -58,7 +59,8 @@ def scan_gradients(
         final_grad=final_grad,
         starts=starts,
     )
-    found = token_gradients(damped, operands, recalled, saved.snapshots, grad, denominator_grad, state=state)
+    combined = combine(scan, recalled, saved.transitions, saved.snapshots, state=state)
+    found = token_gradients(damped, operands, recalled, combined, saved.snapshots, grad, denominator_grad, state=state)
     beta, growth_grad = found.beta, None
     if operands.growth is not None:
         beta, growth_grad = _undamped(scan.beta, found.beta, operands.growth)
@@ -68,7 +70,7 @@ def scan_gradients(
         k.x,
         v,
         (beta.sum(-1) if scan.beta.ndim == 3 else beta).to(scan.beta.dtype),
-        recalled.decay.sum(0).to(scan.decay.dtype),
+        combined.decay.to(scan.decay.dtype),
         q.weight,
         k.weight,
         recalled.state,
@@ -82,7 +84,7 @@ def _raw(scan: Scan, found: TokenGradients, growth_grad: Tensor | None) -> tuple
     k_scale = activation.k_scale
     if positions is None or positions.matrices is None:
         q = activation_gradients(scan.q, found.q, q_weight, activation, 1.0)
-        return q, activation_gradients(scan.k, found.k, k_weight, activation, k_scale), found.v.to(scan.v.dtype)
+        return q, activation_gradients(scan.k, found.k, k_weight, activation, k_scale), found.v
     projection, inverse = positions.matrices
     at_q = Placement(projection, True, positions.tables, None)
     at_k = Placement(inverse, False, positions.tables, growth_grad)

@@ -1,4 +1,4 @@
-"""Second step of the backward pass: the gradient of the memory from frame to frame, and that of the decays on its way.
+"""Second step of the backward pass: the gradient of the memory from frame to frame.
 
 Gradients of memories are held transposed, [values,keys], as the memories are.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 from longtake.kernels.backend import triton_interpreted
 from longtake.kernels.scan.inputs import Scan
 from longtake.kernels.scan.remember import Memory, Snapshots, erase, load_transition
-from longtake.kernels.triton_tiles import INTERPRETED, TRITON_TYPES, padded, to_operand
+from longtake.kernels.triton_tiles import INTERPRETED, TRITON_TYPES, padded
 
 
 @triton.jit
@@ -24,11 +24,11 @@ def _first_of_chunk(starts: tl.tensor, chunk: tl.tensor, chunks: tl.tensor) -> t
 
 @triton.jit
 def _recall_values(
-    transitions: tl.tensor, received: tl.tensor, decay: tl.tensor, starts: tl.tensor, state: tl.tensor,
-    snapshots: tl.tensor, final_grad: tl.tensor, grads: tl.tensor, decay_grad: tl.tensor, state_grad: tl.tensor,
-    seeded: tl.tensor, finished: tl.tensor, reverse: tl.tensor, frames: tl.tensor, chunks: tl.tensor, block: tl.tensor,
-    D: tl.constexpr, SIDE: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, FRAMES: tl.constexpr,
-    NORMALISER: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    transitions: tl.tensor, received: tl.tensor, decay: tl.tensor, starts: tl.tensor, final_grad: tl.tensor,
+    grads: tl.tensor, state_grad: tl.tensor, finished: tl.tensor, reverse: tl.tensor, frames: tl.tensor,
+    chunks: tl.tensor, block: tl.tensor, D: tl.constexpr, SIDE: tl.constexpr, COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr, FRAMES: tl.constexpr, NORMALISER: tl.constexpr, OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     """Walk over the frames with COLUMNS value columns of the gradient of one memory."""
     P_STRIDE: tl.constexpr = 2 * D * D if NORMALISER else D * D
@@ -39,22 +39,18 @@ def _recall_values(
     valid = (key < D)[None, :] & (col < D)[:, None]
     grad = tl.load(final_grad + stored, valid & finished, 0.0)
     frame = tl.where(reverse, 0, frames - 1).to(tl.int64)
-    step, before = tl.where(reverse, 1, -1), tl.where(reverse, 0, 1)
+    step = tl.where(reverse, 1, -1)
     chunk = tl.zeros_like(chunks)
     start = _first_of_chunk(starts, chunk, chunks)
     for _ in tl.range(0, FRAMES if INTERPRETED else frames, num_stages=STAGES):
         transition = load_transition(transitions + frame * P_STRIDE, D, SIDE)
         back = tl.load(received + frame * B_STRIDE + slab, valid, 0.0)
-        held = frame - before  # the snapshot of what this frame is absorbed into
-        memory = tl.load(snapshots + held * D * D + slab, valid & (held >= 0), 0.0).to(tl.float32)
-        memory += tl.load(state + stored, valid & seeded & (held < 0), 0.0)
         fresh = reverse & (start == frame)
         chunk += fresh.to(tl.int32)
         start = _first_of_chunk(starts, chunk, chunks)
         grad = tl.where(fresh, 0.0, grad) + tl.where(reverse, 0.0, back)
-        tl.store(grads + frame * D * D + slab, to_operand(grad, OPERAND, PRECISION), valid)
+        tl.store(grads + frame * D * D + slab, grad, valid)
         through = tl.where(fresh, 0.0, grad - erase(grad, transition, OPERAND, PRECISION))
-        tl.store(decay_grad + frame, tl.sum(tl.sum(memory * through, axis=1), axis=0))
         grad = tl.load(decay + frame).to(tl.float32) * through + tl.where(reverse, back, 0.0)
         frame += step
     tl.store(state_grad + stored, grad, valid & (not reverse))
@@ -86,7 +82,7 @@ def _recall_normaliser(
         grad = tl.where(fresh, 0.0, grad) + tl.where(reverse, 0.0, back)
         tl.store(grads + frame * D + key, grad, key < D)
         through = tl.where(fresh, 0.0, grad - tl.sum(transition * grad[:, None], axis=0))
-        tl.store(decay_grad + frame, tl.sum(memory * through, axis=0))
+        tl.store(decay_grad + frame, tl.sum(tl.fma(memory, through, 0.0), axis=0))
         grad = tl.load(decay + frame).to(tl.float32) * through + tl.where(reverse, back, 0.0)
         frame += step
     tl.store(state_grad + key, grad, (key < D) & (not reverse))
@@ -100,9 +96,7 @@ def _recall_kernel(
     received: tl.tensor,
     decay: tl.tensor,
     starts: tl.tensor,
-    kv: tl.tensor,
     z: tl.tensor,
-    snapshots: tl.tensor,
     z_snapshots: tl.tensor,
     final_kv_grad: tl.tensor,
     final_z_grad: tl.tensor,
@@ -136,31 +130,29 @@ def _recall_kernel(
     received += memory * frames * (D + 1 if NORMALISER else D) * D
     decay += memory * frames
     which = (tl.program_id(2) * tl.num_programs(0) + memory) * frames
-    decay_grad += ((tl.program_id(2) * tl.num_programs(1) + block) * tl.num_programs(0) + memory) * frames
     if block * COLUMNS < D:
         _recall_values(
-            transitions, received, decay, starts, kv + memory * D * D, snapshots + which * D * D,
-            final_kv_grad + memory * D * D, grads + which * D * D, decay_grad, kv_grad + memory * D * D,
-            seeded, finished, reverse, frames, chunks, block,
+            transitions, received, decay, starts, final_kv_grad + memory * D * D, grads + which * D * D,
+            kv_grad + memory * D * D, finished, reverse, frames, chunks, block,
             D, SIDE, COLUMNS, STAGES, FRAMES, NORMALISER, OPERAND, PRECISION,
         )  # fmt: skip
     else:
         _recall_normaliser(
             transitions + D * D, received + D * D, decay, starts, z + memory * D, z_snapshots + which * D,
-            final_z_grad + memory * D, z_grads + which * D, decay_grad, z_grad + memory * D,
+            final_z_grad + memory * D, z_grads + which * D, decay_grad + which, z_grad + memory * D,
             seeded, finished, reverse, frames, chunks, D, SIDE, STAGES, FRAMES,
         )  # fmt: skip
 
 
 class Recalled(NamedTuple):
-    """Gradients of what absorbing each frame leaves: kv [directions,B·H,F,D,D] operands, values before keys; z fp32.
+    """Gradients of what absorbing each frame leaves: kv [directions,B·H,F,D,D], values before keys, and z, fp32.
 
-    `decay` [directions,B,H,F] fp32; `state` of the first memory, [keys,values], None in reverse.
+    `z_decay` [directions,B·H,F]: of the decays, from z; `state`: of the first memory, [keys,values], None in reverse.
     """
 
     kv: Tensor
     z: Tensor | None
-    decay: Tensor
+    z_decay: Tensor | None
     state: Memory | None
 
 
@@ -174,32 +166,30 @@ def recall(
     final_grad: Memory | None,
     starts: Tensor | None,
 ) -> Recalled:
-    """Gradients of every frame's memory, of its decay, and of the `state` that the forward direction started from."""
+    """Gradients of every frame's memory and of the `state` that the forward direction started from."""
     config, dim, frames = scan.configuration, scan.dim, scan.frames
-    batch, heads = scan.decay.shape[:2]
-    grads = scan.q.new_empty((scan.directions, scan.memories, frames, dim, dim), dtype=config.operand)
+    batch, heads, _ = scan.decay.shape
+    grads = scan.q.new_empty((scan.directions, scan.memories, frames, dim, dim), dtype=torch.float32)
     z_grads = scan.q.new_empty(grads.shape[:-1], dtype=torch.float32) if scan.normaliser else None
     columns = min(config.value_columns, padded(dim))
     blocks = triton.cdiv(dim, columns) + scan.normaliser
-    decay_grad = scan.q.new_empty((scan.directions, blocks, batch, heads, frames), dtype=torch.float32)
+    z_decay = grads.new_empty(grads.shape[:3]) if scan.normaliser else None
     kv_grad = scan.q.new_empty((batch, heads, dim, dim), dtype=torch.float32)
     z_grad = kv_grad.new_empty(kv_grad.shape[:-1]) if scan.normaliser else None
-    kv, z = state or (received, None)
+    z = None if state is None else state.z
     final_kv, final_z = final_grad or (received, None)
     _recall_kernel[(scan.memories, blocks, scan.directions)](
         transitions,
         received,
         scan.decay,
         scan.decay if starts is None else starts,
-        kv,
-        kv if z is None else z,
-        snapshots.kv,
-        snapshots.kv if snapshots.z is None else snapshots.z,
+        received if z is None else z,
+        received if snapshots.z is None else snapshots.z,
         final_kv,
         final_kv if final_z is None else final_z,
         grads,
         received if z_grads is None else z_grads,
-        decay_grad,
+        received if z_decay is None else z_decay,
         kv_grad,
         kv_grad if z_grad is None else z_grad,
         heads,
@@ -219,4 +209,4 @@ def recall(
         num_warps=config.remember_warps,
     )
     state_grad = None if scan.direction == "reverse" else Memory(kv_grad, z_grad)
-    return Recalled(grads, z_grads, decay_grad.sum(1), state_grad)
+    return Recalled(grads, z_grads, z_decay, state_grad)

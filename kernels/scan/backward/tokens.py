@@ -1,4 +1,4 @@
-"""Third step of the backward pass: gradients of tokens; queries have a kernel, keys with values and β another."""
+"""Fourth step of the backward pass: gradients of tokens; queries have a kernel, keys with values and β another."""
 
 from typing import NamedTuple
 
@@ -8,33 +8,40 @@ import triton.language as tl
 from torch import Tensor
 
 from longtake.kernels.scan.absorb import load_rows, load_tokens
+from longtake.kernels.scan.backward.combine import Combined
 from longtake.kernels.scan.backward.recall import Recalled
 from longtake.kernels.scan.configurations import Reading
 from longtake.kernels.scan.inputs import Scan
 from longtake.kernels.scan.prepare import Operands
 from longtake.kernels.scan.remember import Memory, Snapshots
 from longtake.kernels.scan.tokens import ROTARY, load_turn
-from longtake.kernels.triton_tiles import TRITON_TYPES, octet_strides, padded, rotate_pairs, to_operand
+from longtake.kernels.triton_tiles import (
+    INTERPRETED,
+    TRITON_TYPES,
+    as_operand,
+    octet_strides,
+    padded,
+    rotate_pairs,
+    round_to,
+    to_operand,
+)
 
 
 @triton.jit
 def _load_square(x: tl.tensor, row: tl.tensor, D: tl.constexpr, SIDE: tl.constexpr) -> tl.tensor:
-    """Some rows of [D,D], [R,SIDE] fp32."""
+    """Some rows of [D,D], [R,SIDE]."""
     col = tl.arange(0, SIDE)
-    return tl.load(x + row[:, None] * D + col[None, :], (row < D)[:, None] & (col < D)[None, :], 0.0).to(tl.float32)
+    tile = tl.load(x + row[:, None] * D + col[None, :], (row < D)[:, None] & (col < D)[None, :], 0.0)
+    return tile.to(tl.float32) if INTERPRETED else tile
 
 
 @triton.jit
-def _load_faded(
-    fade: tl.tensor, snapshot: tl.tensor, state: tl.tensor, held: tl.tensor, has_state: tl.tensor, value: tl.tensor,
-    D: tl.constexpr, SIDE: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Some values of what a frame was absorbed into, [V,SIDE] fp32: of a snapshot, else of the state, else nothing."""
-    key = tl.arange(0, SIDE)
-    valid = (value < D)[:, None] & (key < D)[None, :]
-    memory = tl.load(snapshot + value[:, None] * D + key[None, :], valid & (held >= 0), 0.0).to(tl.float32)
-    memory += tl.load(state + key[None, :] * D + value[:, None], valid & (held < 0) & (has_state != 0), 0.0)
-    return fade * memory
+def _row_sums(x: tl.tensor, y: tl.tensor) -> tl.tensor:
+    """Sums of x·y over every row, the same bits in all threads that add one up.
+
+    A bare product that a thread adds to its neighbour's is fused with the sum, so that each rounds the other's alone.
+    """
+    return tl.sum(tl.fma(x, y, 0.0), axis=1)
 
 
 @triton.jit
@@ -53,20 +60,32 @@ def _turned_back(
 def _load_columns(
     x: tl.tensor, row: tl.tensor, tokens: tl.tensor, stride: tl.tensor, col: tl.tensor, D: tl.constexpr
 ) -> tl.tensor:
-    """Some entries of some tokens of a frame, [R,C] fp32."""
+    """Some entries of some tokens of a frame, [R,C]."""
     place = x + (row * stride).to(tl.int64)[:, None] + col[None, :]
-    return tl.load(place, (row < tokens)[:, None] & (col < D)[None, :], 0.0).to(tl.float32)
+    tile = tl.load(place, (row < tokens)[:, None] & (col < D)[None, :], 0.0)
+    return tile.to(tl.float32) if INTERPRETED else tile
 
 
 @triton.jit
 def _store_columns(
-    out: tl.tensor, x: tl.tensor, row: tl.tensor, tokens: tl.tensor, stride: tl.tensor, added: tl.tensor,
-    col: tl.tensor, D: tl.constexpr,
-) -> None:  # fmt: skip
-    """Some entries [R,C] of some tokens of a frame, added to what is there if so wished."""
+    out: tl.tensor, x: tl.tensor, row: tl.tensor, tokens: tl.tensor, stride: tl.tensor, col: tl.tensor, D: tl.constexpr
+) -> None:
+    """Some entries [R,C] of some tokens of a frame."""
     place = out + (row * stride).to(tl.int64)[:, None] + col[None, :]
-    valid = (row < tokens)[:, None] & (col < D)[None, :]
-    tl.store(place, x + tl.load(place, valid & (added != 0), 0.0), valid)
+    tl.store(place, round_to(x, out.dtype.element_ty), (row < tokens)[:, None] & (col < D)[None, :])
+
+
+@triton.jit
+def _load_normaliser(
+    z: tl.tensor, z_snapshots: tl.tensor, z_grads: tl.tensor, fade: tl.tensor, memory: tl.tensor, frame: tl.tensor,
+    frames: tl.tensor, reverse: tl.tensor, has_state: tl.tensor, D: tl.constexpr, SIDE: tl.constexpr,
+) -> tl.tuple:  # fmt: skip
+    """Of one direction: the normaliser that a frame was absorbed into, faded, and the gradient of what that left."""
+    key = tl.arange(0, SIDE)
+    held = frame - memory * frames - tl.where(reverse, 0, 1)
+    y = tl.load(z_snapshots + (memory * frames + held) * D + key, (key < D) & (held >= 0), 0.0)
+    y += tl.load(z + memory * D + key, (key < D) & (held < 0) & (has_state != 0) & (not reverse), 0.0)
+    return fade * y, tl.load(z_grads + frame * D + key, key < D, 0.0)
 
 
 @triton.jit(do_not_specialize=["heads", "frames", "tokens", "directions", "g_batch", "g_token", "g_head", "own_tables"])
@@ -106,9 +125,9 @@ def _queries_kernel(
     denominator_grad += first * tokens * heads + head
     turns = (place + batch * frames * own_tables) * tokens * (D // 2)
     key = tl.arange(0, SIDE)
-    held = _load_square(snapshots + frame * D * D, key, D, SIDE)
+    held = _load_square(snapshots + frame * D * D, key, D, SIDE).to(tl.float32)
     if directions == 2:
-        held += _load_square(snapshots + (other + frame) * D * D, key, D, SIDE)
+        held += _load_square(snapshots + (other + frame) * D * D, key, D, SIDE).to(tl.float32)
     held = to_operand(held, OPERAND, PRECISION)
     z = tl.zeros((SIDE,), tl.float32)
     if NORMALISER:
@@ -122,13 +141,13 @@ def _queries_kernel(
         )
         if NORMALISER:
             query += tl.load(denominator_grad + row * heads, row < tokens, 0.0)[:, None] * z[None, :]
-        _store_columns(out, query, row, tokens, heads * D, 0, key, D)
+        _store_columns(out, query, row, tokens, heads * D, key, D)
 
 
 @triton.jit(
     do_not_specialize=[
-        "heads", "frames", "tokens", "added", "reverse", "has_state", "v_batch", "v_token", "v_head",
-        "beta_frame", "beta_token", "own_tables",
+        "heads", "frames", "tokens", "first_direction", "has_state", "v_batch", "v_token", "v_head", "beta_frame",
+        "beta_token", "own_tables",
     ]
 )  # fmt: skip
 def _keys_kernel(
@@ -139,11 +158,10 @@ def _keys_kernel(
     decay: tl.tensor,
     cos: tl.tensor,
     sin: tl.tensor,
-    kv: tl.tensor,
+    by_value: tl.tensor,
+    by_key: tl.tensor,
     z: tl.tensor,
-    snapshots: tl.tensor,
     z_snapshots: tl.tensor,
-    grads: tl.tensor,
     z_grads: tl.tensor,
     k_out: tl.tensor,
     v_out: tl.tensor,
@@ -151,8 +169,7 @@ def _keys_kernel(
     heads: int,
     frames: int,
     tokens: int,
-    added: int,
-    reverse: int,
+    first_direction: int,
     has_state: int,
     v_batch: int,
     v_token: int,
@@ -164,77 +181,70 @@ def _keys_kernel(
     SIDE: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
-    TILES: tl.constexpr,
+    DIRECTIONS: tl.constexpr,
     POSITIONS: tl.constexpr,
     NORMALISER: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """Some tokens of one frame of one head, for one direction: program (frame of a head, part)."""
+    """Some tokens of one frame of one head: program (frame of a head, part)."""
     frame = tl.program_id(0).to(tl.int64)
     memory, place = frame // frames, frame % frames
     batch, head = memory // heads, memory % heads
     first = batch * frames + place
+    k += frame * tokens * D
+    plain += frame * tokens * D
     v += (batch * v_batch + head * v_head + place * tokens * v_token) * 8
     k_out += (first * tokens * heads + head) * D
     v_out += (first * tokens * heads + head) * D
     beta_out += frame * tokens
     beta += frame * beta_frame
     turns = (place + batch * frames * own_tables) * tokens * (D // 2)
-    key = tl.arange(0, SIDE)
-    held = place - tl.where(reverse != 0, 0, 1)  # the snapshot of what this frame was absorbed into
-    fade = tl.load(decay + frame).to(tl.float32)
-    grads += frame * D * D
-    kv += memory * D * D
-    snapshots += (memory * frames + held) * D * D
-    HELD: tl.constexpr = COLUMNS == SIDE
-    if HELD:
-        grad = to_operand(_load_square(grads, key, D, SIDE), OPERAND, PRECISION)
-        faded = to_operand(_load_faded(fade, snapshots, kv, held, has_state, key, D, SIDE), OPERAND, PRECISION)
+    by_value += frame * D * D
+    by_key += frame * D * D
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    x = load_rows(k, row, tokens, D, SIDE)
+    brought, erased = tl.zeros((ROWS, SIDE), tl.float32), tl.zeros((ROWS, SIDE), tl.float32)
+    for block in range(SIDE // COLUMNS):
+        col = block * COLUMNS + tl.arange(0, COLUMNS)
+        values, keys = _load_square(by_value, col, D, SIDE), _load_square(by_key, col, D, SIDE)
+        told = tl.dot(x, tl.trans(values), input_precision=PRECISION)
+        told *= tl.load(beta + row * beta_token, row < tokens, 0.0).to(tl.float32)[:, None]
+        _store_columns(v_out, told, row, tokens, heads * D, col, D)
+        value = as_operand(_load_columns(v, row, tokens, v_token * 8, col, D), OPERAND, PRECISION)
+        brought = tl.dot(value, values, brought, input_precision=PRECISION)
+        part = x if COLUMNS == SIDE else _load_columns(k, row, tokens, D, col, D)
+        erased = tl.dot(part, keys, erased, input_precision=PRECISION)
+    share = _row_sums(x.to(tl.float32), brought - 0.5 * erased)
+    back = _turned_back(brought - erased, cos + turns, sin + turns, row, tokens, D, POSITIONS)
     if NORMALISER:
-        y = fade * tl.load(z_snapshots + (memory * frames + held) * D + key, (key < D) & (held >= 0), 0.0)
-        y += fade * tl.load(z + memory * D + key, (key < D) & (held < 0) & (has_state != 0), 0.0)
-        zeta = tl.load(z_grads + frame * D + key, key < D, 0.0)
-    for tile in range(TILES):
-        row = (tl.program_id(1) * TILES + tile) * ROWS + tl.arange(0, ROWS)
-        x = load_rows(k + frame * tokens * D, row, tokens, D, SIDE)
-        weight = tl.load(beta + row * beta_token, row < tokens, 0.0).to(tl.float32)
-        back = tl.zeros((ROWS, SIDE), tl.float32)
-        share = tl.zeros((ROWS,), tl.float32)
-        for block in range(SIDE // COLUMNS):
-            value = block * COLUMNS + tl.arange(0, COLUMNS)
-            if not HELD:
-                grad = to_operand(_load_square(grads, value, D, SIDE), OPERAND, PRECISION)
-                some = _load_faded(fade, snapshots, kv, held, has_state, value, D, SIDE)
-                faded = to_operand(some, OPERAND, PRECISION)
-            told = tl.dot(x, tl.trans(grad), input_precision=PRECISION)
-            error = _load_columns(v, row, tokens, v_token * 8, value, D)
-            error -= tl.dot(x, tl.trans(faded), input_precision=PRECISION)
-            share += tl.sum(told * error, axis=1)
-            back = tl.dot(to_operand(error, OPERAND, PRECISION), grad, back, input_precision=PRECISION)
-            back = tl.dot(to_operand(-told, OPERAND, PRECISION), faded, back, input_precision=PRECISION)
-            _store_columns(v_out, weight[:, None] * told, row, tokens, heads * D, added, value, D)
-        back = _turned_back(back, cos + turns, sin + turns, row, tokens, D, POSITIONS)
-        if NORMALISER:
-            plain_key = load_rows(plain + frame * tokens * D, row, tokens, D, SIDE).to(tl.float32)
-            plain_error = 1.0 - tl.sum(plain_key * y[None, :], axis=1)
-            plain_told = tl.sum(plain_key * zeta[None, :], axis=1)
+        plain_key = load_rows(plain, row, tokens, D, SIDE).to(tl.float32)
+        fade = tl.load(decay + frame).to(tl.float32)
+        for i in tl.static_range(0, DIRECTIONS):
+            other = i * tl.num_programs(0).to(tl.int64) * D
+            y, zeta = _load_normaliser(
+                z, z_snapshots + other, z_grads + other, fade, memory, frame, frames, first_direction + i == 1,
+                has_state, D, SIDE,
+            )  # fmt: skip
+            plain_error = 1.0 - _row_sums(plain_key, y[None, :])
+            plain_told = _row_sums(plain_key, zeta[None, :])
             share += plain_told * plain_error
             back += plain_error[:, None] * zeta[None, :] - plain_told[:, None] * y[None, :]
-        _store_columns(k_out, weight[:, None] * back, row, tokens, heads * D, added, key, D)
-        before = tl.load(beta_out + row, (row < tokens) & (added != 0), 0.0)
-        tl.store(beta_out + row, share + before, row < tokens)
+    tl.store(beta_out + row, share, row < tokens)
+    back *= tl.load(beta + row * beta_token, row < tokens, 0.0).to(tl.float32)[:, None]
+    _store_columns(k_out, back, row, tokens, heads * D, tl.arange(0, SIDE), D)
 
 
-def _tiling(scan: Scan, how: Reading) -> tuple[tuple[int, int], dict[str, int]]:
-    """Grid and tile sizes of a kernel."""
-    tiles = how.tiles_of(scan.tokens)
-    grid = (scan.memories * scan.frames, triton.cdiv(scan.tokens, how.rows * tiles))
-    return grid, {"ROWS": how.rows, "TILES": tiles, "num_warps": how.warps, "num_stages": 1}
+def _launch(how: Reading) -> dict[str, int | None]:
+    """Rows and warps of a kernel."""
+    return {"ROWS": how.rows, "num_warps": how.warps, "maxnreg": how.registers, "num_stages": 1}
 
 
 class TokenGradients(NamedTuple):
-    """Gradients of q, k, v [B,N,H,D] as operands, but before a rotary position, and of β [B,H,F,S]."""
+    """Gradients of q, k, v [B,N,H,D] as operands, but before a rotary position, and of β [B,H,F,S] fp32.
+
+    In the camera's ray frames they are fp32, else of the dtype of operands, and `v` of its own.
+    """
 
     q: Tensor
     k: Tensor
@@ -246,18 +256,21 @@ def token_gradients(
     scan: Scan,
     operands: Operands,
     recalled: Recalled,
+    combined: Combined,
     snapshots: Snapshots,
     grad: Tensor,
     denominator_grad: Tensor | None,
     *,
     state: Memory | None,
 ) -> TokenGradients:
-    """Gradients of all tokens, fp32; `operands` of a backward pass."""
+    """Gradients of all tokens; `operands` of a backward pass."""
     batch, heads, frames = scan.decay.shape
-    q, k, v = (scan.q.new_empty(scan.q.shape, dtype=torch.float32) for _ in range(3))
+    config, camera = scan.configuration, scan.positions is not None and scan.positions.matrices is not None
+    dtypes = [torch.float32] * 3 if camera else [config.operand, config.operand, scan.v.dtype]
+    q, k, v = (scan.q.new_empty(scan.q.shape, dtype=dtype) for dtype in dtypes)
     found = TokenGradients(q, k, v, scan.q.new_empty((batch, heads, frames, scan.tokens), dtype=torch.float32))
-    config, stand_in = scan.configuration, scan.decay
-    rotated = scan.positions is not None and scan.positions.matrices is None
+    stand_in = scan.decay
+    rotated = scan.positions is not None and not camera
     tables = scan.positions.tables if rotated and scan.positions else None
     turned = tables or (stand_in, stand_in)
     own_tables = int(tables is not None and tables[0].shape[0] > 1)
@@ -274,8 +287,9 @@ def token_gradients(
         "PRECISION": config.dot,
     }
     z_snapshots = snapshots.kv if snapshots.z is None else snapshots.z
-    grid, tiling = _tiling(scan, config.read_without_normaliser)
-    _queries_kernel[grid](
+    how, count = config.queries, scan.memories * scan.frames
+    tiles = how.tiles_of(scan.tokens)
+    _queries_kernel[count, triton.cdiv(scan.tokens, how.rows * tiles)](
         grad,
         stand_in if denominator_grad is None else denominator_grad,
         *turned,
@@ -284,36 +298,33 @@ def token_gradients(
         found.q,
         directions=scan.directions,
         **dict(zip(("g_batch", "g_token", "g_head"), octet_strides(grad), strict=True)),
+        TILES=tiles,
         **common,
-        **tiling,
+        **_launch(how),
     )
-    kv, z = state or (snapshots.kv, None)
-    grid, tiling = _tiling(scan, config.keys)
-    for i in range(scan.directions):
-        reverse = scan.direction == "reverse" or i == 1
-        _keys_kernel[grid](
-            operands.k,
-            operands.plain,
-            operands.v,
-            scan.beta,
-            scan.decay,
-            *turned,
-            kv,
-            kv if z is None else z,
-            snapshots.kv[i],
-            z_snapshots[i],
-            recalled.kv[i],
-            recalled.kv if recalled.z is None else recalled.z[i],
-            found.k,
-            found.v,
-            found.beta,
-            added=i,
-            reverse=int(reverse),
-            has_state=int(state is not None and not reverse),
-            **dict(zip(("v_batch", "v_token", "v_head"), octet_strides(operands.v), strict=True)),
-            **dict(zip(("beta_frame", "beta_token"), (1, 0) if scan.beta.ndim == 3 else (scan.tokens, 1), strict=True)),
-            COLUMNS=min(config.keys_columns, padded(scan.dim)),
-            **common,
-            **tiling,
-        )
+    z = None if state is None else state.z
+    _keys_kernel[count, triton.cdiv(scan.tokens, config.keys.rows)](
+        operands.k,
+        operands.plain,
+        operands.v,
+        scan.beta,
+        scan.decay,
+        *turned,
+        combined.by_value,
+        combined.by_key,
+        z_snapshots if z is None else z,
+        z_snapshots,
+        z_snapshots if recalled.z is None else recalled.z,
+        found.k,
+        found.v,
+        found.beta,
+        first_direction=int(scan.direction == "reverse"),
+        has_state=int(z is not None),
+        **dict(zip(("v_batch", "v_token", "v_head"), octet_strides(operands.v), strict=True)),
+        **dict(zip(("beta_frame", "beta_token"), (1, 0) if scan.beta.ndim == 3 else (scan.tokens, 1), strict=True)),
+        COLUMNS=min(config.keys_columns, padded(scan.dim)),
+        DIRECTIONS=scan.directions,
+        **common,
+        **_launch(config.keys),
+    )
     return found

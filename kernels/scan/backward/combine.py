@@ -1,0 +1,134 @@
+"""Third step of the backward pass: what all directions bring to a frame's tokens, as two squares, and to its decay.
+
+With G the gradient of what absorbing a frame leaves and M the memory before it, which fades to Y = g·M, a token has
+u = Gᵀ·k, dv = β·u, dβ = u·(v − Yᵀ·k) and dk = β·(G·(v − Yᵀ·k) − Y·u). Summed over the directions these need of the
+squares only ΣG and W = Σ(G·Yᵀ + Y·Gᵀ): dk = β·(ΣG·v − W·k), and dβ = k·(ΣG·v − ½·W·k), as u·v = k·G·v. With P, which
+is symmetric, dg = Σ⟨M,(I − P)·G⟩ = Σ⟨M,G⟩ − ½·⟨P,Σ(G·Mᵀ + M·Gᵀ)⟩. Where M tells v well, ΣG·v and ½·W·k cancel: so W is
+made of what ΣG is as an operand, not of each G rounded.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from longtake.kernels.scan.backward.recall import Recalled
+from longtake.kernels.scan.inputs import Scan
+from longtake.kernels.scan.remember import Memory, Snapshots, load_transition
+from longtake.kernels.triton_tiles import TRITON_TYPES, padded, store_square, to_operand
+
+ROWS = tl.constexpr(16)
+"""Values that are multiplied at once: registers spill with 32."""
+
+
+@triton.jit
+def _add_product(total: tl.tensor, x: tl.tensor, y: tl.tensor, PRECISION: tl.constexpr) -> tl.tensor:
+    """Total [SIDE,SIDE] + xᵀ·y + yᵀ·x of operands [R,SIDE]."""
+    total = tl.dot(tl.trans(x), y, total, input_precision=PRECISION)
+    return tl.dot(tl.trans(y), x, total, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=["frames", "first_direction", "has_state"])
+def _combine_kernel(
+    grads: tl.tensor,
+    z_decay: tl.tensor,
+    transitions: tl.tensor,
+    snapshots: tl.tensor,
+    kv: tl.tensor,
+    decay: tl.tensor,
+    by_value: tl.tensor,
+    by_key: tl.tensor,
+    decay_grad: tl.tensor,
+    frames: int,
+    first_direction: int,
+    has_state: int,
+    D: tl.constexpr,
+    SIDE: tl.constexpr,
+    DIRECTIONS: tl.constexpr,
+    NORMALISER: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """One frame of one head, ROWS values at once."""
+    frame = tl.program_id(0).to(tl.int64)
+    memory, place = frame // frames, frame % frames
+    key = tl.arange(0, SIDE)
+    kv += memory * D * D
+    by_value += frame * D * D
+    transitions += frame * (2 if NORMALISER else 1) * D * D
+    total = tl.zeros((SIDE, SIDE), tl.float32)
+    kept = tl.zeros((ROWS, SIDE), tl.float32)
+    for block in range((D + ROWS - 1) // ROWS):
+        value = block * ROWS + tl.arange(0, ROWS)
+        slab, valid = value[:, None] * D + key[None, :], (value < D)[:, None] & (key < D)[None, :]
+        summed, rounded = tl.zeros((ROWS, SIDE), tl.float32), tl.zeros((ROWS, SIDE), tl.float32)
+        for i in tl.static_range(0, DIRECTIONS):
+            reverse = first_direction + i == 1
+            held = place - tl.where(reverse, 0, 1)  # the snapshot of what this frame was absorbed into
+            first = i * tl.num_programs(0).to(tl.int64)
+            grad = tl.load(grads + (first + frame) * D * D + slab, valid, 0.0)
+            snapshot = snapshots + (first + memory * frames + held) * D * D + slab
+            absorbed = tl.load(snapshot, valid & (held >= 0), 0.0).to(tl.float32)
+            absorbed += tl.load(kv + slab, valid & (held < 0) & (has_state != 0) & (not reverse), 0.0)
+            summed += grad
+            kept += absorbed * grad
+            absorbed = to_operand(absorbed, OPERAND, PRECISION)
+            grad = to_operand(summed, OPERAND, PRECISION).to(tl.float32) - rounded
+            rounded += grad
+            total = _add_product(total, to_operand(grad, OPERAND, PRECISION), absorbed, PRECISION)
+            if i > 0 and (tl.float32 != OPERAND or PRECISION == "tf32"):
+                grad -= to_operand(grad, OPERAND, PRECISION).to(tl.float32)
+                total = _add_product(total, to_operand(grad, OPERAND, PRECISION), absorbed, PRECISION)
+        tl.store(by_value + slab, to_operand(rounded, OPERAND, PRECISION), valid)
+    erased = load_transition(transitions, D, SIDE).to(tl.float32) * total
+    found = tl.sum(tl.sum(kept, axis=1), axis=0) - 0.5 * tl.sum(tl.sum(erased, axis=1), axis=0)
+    if NORMALISER:
+        for i in tl.static_range(0, DIRECTIONS):
+            found += tl.load(z_decay + i * tl.num_programs(0) + frame)
+    tl.store(decay_grad + frame, found)
+    total *= tl.load(decay + frame).to(tl.float32)
+    store_square(by_key + frame * D * D, to_operand(total, OPERAND, PRECISION), D)
+
+
+class Combined(NamedTuple):
+    """What multiplies the v and the k of a frame's tokens in their dk, [B·H·F,D,D] operands, rows before keys.
+
+    `decay` [B,H,F] fp32: gradient of the decays.
+    """
+
+    by_value: Tensor
+    by_key: Tensor
+    decay: Tensor
+
+
+def combine(
+    scan: Scan, recalled: Recalled, transitions: Tensor, snapshots: Snapshots, *, state: Memory | None
+) -> Combined:
+    """Squares and gradients of the decays of all frames."""
+    config, dim = scan.configuration, scan.dim
+    count = scan.memories * scan.frames
+    by_value, by_key = (scan.q.new_empty((count, dim, dim), dtype=config.operand) for _ in range(2))
+    found = Combined(by_value, by_key, scan.q.new_empty(scan.decay.shape, dtype=torch.float32))
+    _combine_kernel[(count,)](
+        recalled.kv,
+        recalled.kv if recalled.z_decay is None else recalled.z_decay,
+        transitions,
+        snapshots.kv,
+        recalled.kv if state is None else state.kv.mT.contiguous(),
+        scan.decay,
+        *found,
+        scan.frames,
+        int(scan.direction == "reverse"),
+        int(state is not None),
+        D=dim,
+        SIDE=padded(dim),
+        DIRECTIONS=scan.directions,
+        NORMALISER=scan.normaliser,
+        OPERAND=TRITON_TYPES[config.operand],
+        PRECISION=config.dot,
+        num_warps=config.absorb_warps,
+        num_stages=1,
+    )
+    return found
