@@ -1,5 +1,6 @@
 """Training: batches, losses, optimiser, stages; generation as the server does it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from longtake.server.camera.rays import chunk_geometry
 from longtake.server.model.bundle import build_vae, load_bundle, save_bundle
-from longtake.server.model.config import TINY_WORLD
+from longtake.server.model.config import TINY_WORLD, SanaWMConfig
 from longtake.server.model.familiarity import Familiarity
 from longtake.server.model.registry import world_from
 from longtake.server.model.rope import RopeTables, rope_tables
@@ -19,6 +20,7 @@ from longtake.server.model.vocabulary import WordEmbedder
 from longtake.server.model.weights import build_transformer, untrained_weights
 from longtake.server.model.world import ChunkCamera
 from longtake.training.clips import WORDS, ClipPool, clip_geometry, draw_clips, late_tables, to_pixels, word_rows
+from longtake.training.fusion import fuse
 from longtake.training.generation import CameraPath, takes
 from longtake.training.losses import WorldLoss, shifted, vae_loss
 from longtake.training.optimiser import BETAS, MasterWeights
@@ -118,16 +120,16 @@ def test_the_vae_learns_a_clip(untrained_vae: CausalVideoVAE) -> None:
     for _ in range(6):
         losses.append(float(vae_loss(vae, batch)["loss"]))
         masters.step(2e-3)
-    assert losses[-1] < 0.5 * losses[0]
+    assert losses[-1] < 0.8 * losses[0]
 
 
-def small_batch(chunks: int) -> dict[str, Tensor]:
+def small_batch(chunks: int, config: SanaWMConfig = TINY_WORLD) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     clips = draw_clips(1, 5, 1 + 24 * chunks, CPU)
     raymap, plucker = clip_geometry(clips.poses, clips.intrinsics, 2, 3, 40)
-    latents = torch.randn(1, TINY_WORLD.in_channels, 1 + 3 * chunks, 2, 3, generator=generator)
+    latents = torch.randn(1, config.in_channels, 1 + 3 * chunks, 2, 3, generator=generator)
     rows, mask = word_rows(clips.captions)
-    tables = late_tables(5, (1 + 3 * chunks, 2, 3), TINY_WORLD)
+    tables = late_tables(5, (1 + 3 * chunks, 2, 3), config)
     return {"latents": latents, "raymap": raymap, "plucker": plucker, "rows": rows, "mask": mask, **tables}
 
 
@@ -141,6 +143,22 @@ def test_every_weight_learns_and_the_past_reaches_what_was_remembered(own_histor
     assert found["loss"].isfinite()
     assert words.grad is not None
     assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all()] == []
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at every tensor's
+def test_fused_blocks_compute_the_same() -> None:
+    config = replace(TINY_WORLD, num_layers=4, hidden_size=32, num_attention_heads=2)
+    words = nn.Parameter(torch.randn(len(WORDS.words), config.caption_channels))
+    gradients = []
+    for fused in (False, True):
+        model = build_transformer(config, untrained_weights(config, 0), dtype=torch.float32).requires_grad_()
+        if fused:
+            fuse(model, backend="aot_eager")
+        torch.manual_seed(0)
+        WorldLoss(model, words, own_history=False)(small_batch(4, config))
+        gradients.append([p.grad for p in model.parameters()])
+    for eager, fused in zip(*gradients, strict=True):
+        torch.testing.assert_close(fused, eager, rtol=1e-3, atol=1e-5)
 
 
 def test_takes_are_what_the_server_makes(untrained_vae: CausalVideoVAE, tmp_path: Path) -> None:

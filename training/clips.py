@@ -29,6 +29,8 @@ Tensors = dict[str, Tensor]
 class Clips(NamedTuple):
     """Rendered clips: `frames` uint8 [B,T,H,W,3], `poses` [B,T,4,4] relative to frame 0, `intrinsics` [B,4] in pixels.
 
+    Only some of the frames may have been rendered.
+
     Poses and intrinsics are float64 on the device of the frames.
     """
 
@@ -39,13 +41,23 @@ class Clips(NamedTuple):
     scenes: Scenes
 
 
-def draw_clips(count: int, seed: int, frames: int, device: torch.device, kind: str | None = None) -> Clips:
-    """Render `count` scenes, the first of seed `seed`, along a path each."""
+def draw_clips(
+    count: int,
+    seed: int,
+    frames: int,
+    device: torch.device,
+    kind: str | None = None,
+    shown: Sequence[int] | slice = slice(None),
+) -> Clips:
+    """Render `count` scenes, the first of seed `seed`, along a path of `frames` poses each.
+
+    `kind`: one of `paths.KINDS`, else any. `shown`: the frames to render.
+    """
     scenes = draw_scenes(count, seed, device)
     poses = draw_paths(scenes, frames, seed, kind).to(device, torch.float64)
     scenes = clear_path(scenes, poses)
     intrinsics = draw_intrinsics(count, seed, WIDTH, HEIGHT).to(device, torch.float64)
-    pixels = render(scenes, poses.float(), intrinsics.float(), HEIGHT, WIDTH)
+    pixels = render(scenes, poses[:, shown].float(), intrinsics.float(), HEIGHT, WIDTH)
     return Clips(pixels, poses, intrinsics, caption(scenes), scenes)
 
 

@@ -18,9 +18,11 @@ class FusedPass:
     Every shape that is compiled costs half a minute, which the first chunks, one pass in five, would not earn back.
     """
 
-    def __init__(self, block: Block) -> None:
+    def __init__(self, block: Block, backend: str) -> None:
         self._eager: Callable[..., Pass] = block.forward
-        self._compiled: Callable[..., Pass] = torch.compile(block.forward, fullgraph=True, dynamic=False)
+        self._compiled: Callable[..., Pass] = torch.compile(
+            block.forward, fullgraph=True, dynamic=False, backend=backend
+        )
 
     def __call__(self, *arguments: Any, write: bool) -> Pass:  # noqa: ANN401
         """As `Block.forward`."""
@@ -31,8 +33,8 @@ class FusedPass:
         return x, after if write else None
 
 
-def fuse(model: SanaWMTransformer) -> None:
-    """Compile the blocks of a model on their first use, in place."""
+def fuse(model: SanaWMTransformer, backend: str = "inductor") -> None:
+    """Compile the blocks of a model on their first use, in place, with a backend of torch.compile."""
     for block in model.blocks:
         assert isinstance(block, Block)
-        block.forward = FusedPass(block)  # type: ignore[assignment]
+        block.forward = FusedPass(block, backend)  # type: ignore[assignment]

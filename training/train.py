@@ -98,7 +98,6 @@ def main() -> None:
     parser.add_argument("--weights", type=Path, default=WEIGHTS, help=f"folder of the weights; default: {WEIGHTS}")
     parser.add_argument("--minutes", type=float, help="train so long instead")
     parser.add_argument("--steps", type=int, help="train so many steps instead")
-    parser.add_argument("--eager", action="store_true", help="compile nothing but kernels")
     parser.add_argument("--list", action="store_true", help="name the stages of the recipe")
     arguments = parser.parse_args()
     if arguments.list or arguments.config is None:
@@ -108,8 +107,6 @@ def main() -> None:
     stage = read_stage(arguments.config)
     if arguments.minutes:
         stage = stage.model_copy(update={"minutes": arguments.minutes})
-    if arguments.eager:
-        stage = stage.model_copy(update={"fused": False})
     run(arguments.config.stem, stage, arguments.weights, arguments.steps, lambda line: print(line, flush=True))
 
 

@@ -123,6 +123,7 @@ TINY_WORLD = SanaWMConfig(
     latent_hw=(10, 16),
     mlp_ratio=2.0,
     conv_kernel_size=2,
+    denoising_step_list=(1000, 727, 0),
     gdn_norm="head",
     carry_bf16=True,
 )
