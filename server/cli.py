@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Never
 
@@ -26,6 +27,22 @@ sessions_app = typer.Typer(help="Look at sessions, fork, rewind and drop them.",
 app.add_typer(sessions_app, name="sessions")
 app.add_typer(trajectory_app, name="trajectory")
 console = Console()
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        console.print(version("longtake"), highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """Serve world models whose takes never have to end."""
+
 
 API_KEY_VARIABLE = "LONGTAKE_API_KEY"
 """The key that commands call a server with."""
@@ -146,17 +163,16 @@ def generate(
 def scene(
     seed: Annotated[int, typer.Option(min=0, max=2**31, help="Which scene.")] = 7,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write into.")] = Path(),
-    frames: Annotated[int, typer.Option(min=1, max=4096, help="New frames of the path.")] = 240,
-    actions: Annotated[
-        str | None,
-        typer.Option(help="Keys and frames of the path, such as w-48,d-24; drawn by the seed when left out."),
+    actions: Annotated[str, typer.Option(help="Keys and frames of the path.")] = "w-48,d-48,a-48,w-48",
+    frames: Annotated[
+        int | None, typer.Option(min=1, max=4096, help="Draw a path of so many new frames by the seed instead.")
     ] = None,
 ) -> None:
     """Draw a scene such as tiny-world was trained on: a first frame, a camera path and a prompt."""
     from longtake.server.scene import run_scene
 
     with _friendly():
-        run_scene(seed, frames, actions, out, console)
+        run_scene(seed, actions if frames is None else frames, out, console)
 
 
 @sessions_app.command("ls")

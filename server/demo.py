@@ -12,9 +12,9 @@ from longtake.api_schemas.resources import Chunk, Session
 from longtake.client import Beginning, Client, Move
 from longtake.server.private import PrivateServer, start_private_server
 
-FIRST_FRAME = "scene_14.png"
+FIRST_FRAME = "scene_27.png"
 BEGINNING: Beginning = {
-    "prompt": "a brown pyramid and a purple column on orange bricks in the morning",
+    "prompt": "a green tree and a pink box on red bricks at noon",
     "seed": 7,
     "intrinsics": (110.851, 110.851, 64, 40),
 }

@@ -19,21 +19,22 @@ from longtake.training.scenes import draw_scenes
 HEIGHT, WIDTH = (side * TINY_WORLD_VAE.space_compression for side in TINY_WORLD.latent_hw)
 
 
-def run_scene(seed: int, frames: int, actions: str | None, folder: Path, console: Console) -> None:
+def run_scene(seed: int, path: str | int, folder: Path, console: Console) -> None:
     """Write `scene_SEED.png` and `scene_SEED.npy` into a folder, and print the prompt and how to go on.
 
-    The path has the pose of the first frame and `frames` more, or those of the actions. Nothing stands in its way: it
-    decides, with the seed, what is left of the scene. Raises `ProblemError` for actions that are none, `OSError`.
+    `path`: actions, or how many frames of a path that the seed draws; the pose of the first frame comes before them.
+    Nothing stands in its way: it decides, with the seed, what is left of the scene. Raises `ProblemError` for actions
+    that are none, `OSError`.
     """
-    poses = None if actions is None else _walked(actions)
-    picture, poses, prompt = draw_scene(seed, frames, poses)
+    poses = None if isinstance(path, int) else _walked(path)
+    picture, poses, prompt = draw_scene(seed, path if isinstance(path, int) else 0, poses)
     folder.mkdir(parents=True, exist_ok=True)
-    image, path = (folder / f"scene_{seed:02d}.{ending}" for ending in ("png", "npy"))
+    image, file = (folder / f"scene_{seed:02d}.{ending}" for ending in ("png", "npy"))
     Image.fromarray(picture).save(image)
-    np.save(path, poses, allow_pickle=False)
+    np.save(file, poses, allow_pickle=False)
     lens = ",".join(f"{value:.6g}" for value in default_intrinsics(WIDTH, HEIGHT).tolist())
-    go_on = f'longtake generate {image} --trajectory {path} --intrinsics {lens} --prompt "{prompt}"'
-    for line in (f"{image}: {prompt}", f"{path}: {len(poses)} poses, one a frame", f"walk through it with: {go_on}"):
+    go_on = f'longtake generate {image} --trajectory {file} --intrinsics {lens} --prompt "{prompt}"'
+    for line in (f"{image}: {prompt}", f"{file}: {len(poses)} poses, one a frame", f"walk through it with: {go_on}"):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 

@@ -67,14 +67,14 @@ async def test_a_server_takes_both(http: httpx.AsyncClient, written: tuple[Path,
 
 
 def test_actions_are_the_servers_own(tmp_path: Path) -> None:
-    run_scene(5, 1, "w-24,d-12", tmp_path, Console(quiet=True))
+    run_scene(5, "w-24,d-12", tmp_path, Console(quiet=True))
     expected, _ = walk(Controller.start(), parse_actions("w-24,d-12", "actions"), "sana-smooth")
     assert (load_trajectory(tmp_path / "scene_05.npy")[1:] == expected).all()
 
 
 def test_actions_that_are_none_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ProblemError, match="unknown key"):
-        run_scene(5, 1, "x-3", tmp_path / "none", Console(quiet=True))
+        run_scene(5, "x-3", tmp_path / "none", Console(quiet=True))
     assert not (tmp_path / "none").exists()
 
 

@@ -19,9 +19,9 @@ class SanaWMConfig:
         cam_downscale_gdn: camera q, k, v of gated delta blocks are shrunk to their RMS before the ray transform.
         cam_downscale_softmax: the same in softmax blocks.
         softmax_padded_scale: softmax scale of the head dim padded for flash attention instead of its own.
-        gdn_norm: over what the main branch of gated delta blocks normalises q and k, all channels or each head's. With all
-            of them one head can take the energy of every head in its keys: its transition I − P then has eigenvalues as
-            low as 1 − H, and a state that is fed long enough overflows. By heads and with weights up to √2 it can not.
+        gdn_norm: over what the main branch of gated delta blocks normalises q and k, all channels or each head's. With
+            all of them one head can take the key energy of every head: its transition I − P then has eigenvalues down
+            to 1 − H, and a state that is fed long enough overflows. By heads and with weights up to √2 it can not.
         carry_bf16: tokens that are carried from chunk to chunk (tails, keys and values of past chunks) are rounded to
             bf16, whatever the dtype of the weights; scan states stay fp32.
     """
