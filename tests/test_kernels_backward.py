@@ -201,18 +201,24 @@ def test_the_operators_keep_their_promises(name: str, monkeypatch: pytest.Monkey
     torch.library.opcheck(training._scan_backward, plain, test_utils=tests[:2])
 
 
-def test_a_compiled_training_step_has_the_bits_of_an_eager_one() -> None:
-    x = draw("gdn", TINY, FP32, "both full weights turned state gated")
+SELDOM = [("gdn", "both full turned others"), ("cam", "both state others"), ("branch", "both bare unturned pool")]
+
+
+@pytest.mark.parametrize(("name", "features"), [*EVERYTHING.items(), *SELDOM])
+def test_a_compiled_training_step_has_the_bits_of_an_eager_one(name: str, features: str) -> None:
+    x = draw(name, TINY, FP32, features)
 
     def step(given: Arguments) -> Tensor:
-        found = SCANS["gdn"].public(**given, backend="triton", precision="ieee")
-        return found.out.square().sum() + found.state.kv.sum()
+        found = SCANS[name].public(**given, backend="triton", precision="ieee")
+        return torch.stack([y.square().sum() for y in gradients.tensors(found)]).sum()
 
+    torch.compiler.reset()
     grads = []
     for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
         given = gradients.leaves(x)
         function(given).backward()
-        grads.append(tuple(y.grad for y in gradients.named(tuple(given[name] for name in "qkv"), "x").values()))
+        grads.append(tuple(y.grad for part in given.values() for y in gradients.named(part, "x").values()))
+    assert len(grads[0]) >= 5
     assert_same_bits(*grads)
 
 

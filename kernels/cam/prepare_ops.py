@@ -19,11 +19,11 @@ HEADS_AT_ONCE = 4
 
 
 def camera_tables(cos: Tensor | None, sin: Tensor | None, q: Tensor) -> tuple[Tensor, Tensor]:
-    """The tables, contiguous and aligned, or those that turn nothing."""
+    """The tables, or those that turn nothing; not aligned, since a compiled call has no addresses out of operators."""
     if cos is None or sin is None:
         ones = q.new_ones((1, q.shape[1], q.shape[-1] // 4), dtype=torch.float32)
         return ones, torch.zeros_like(ones)
-    return based(cos), based(sin)
+    return cos, sin
 
 
 def _sizes(x: Tensor, cos: Tensor) -> dict[str, int]:
@@ -69,7 +69,7 @@ def cam_prepare(
 ) -> Prepared:
     """Checked inputs → the fields of `CamTokens`; cos and sin as `pair_tables` gives them."""
     results = _empty_tokens(q)
-    tables, given = camera_tables(cos, sin, q), q_inverse is not None and k_inverse is not None
+    tables, given = based(camera_tables(cos, sin, q)), q_inverse is not None and k_inverse is not None
     q, k, v = aligned(q), aligned(k), aligned(v)
     with on_device_of(q):
         prepare_kernel[(q.shape[0] * q.shape[1],)](
@@ -133,7 +133,8 @@ def _(beta: Tensor, inflation: Tensor) -> Tensor:
 @torch.library.custom_op("longtake::cam_output", mutates_args=())
 def cam_output(out: Tensor, projection: Tensor, cos: Tensor | None, sin: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Checked inputs → the output in the ray frames, computed in fp32 and rounded once; tables as in `cam_prepare`."""
-    result, tables = torch.empty(out.shape, dtype=dtype, device=out.device), camera_tables(cos, sin, out)
+    result = torch.empty(out.shape, dtype=dtype, device=out.device)
+    tables = based(camera_tables(cos, sin, out))
     out = aligned(out)
     with on_device_of(out):
         output_kernel[(out.shape[0] * out.shape[1],)](

@@ -31,7 +31,7 @@ from longtake.kernels.triton_tiles import (
 )
 
 SUM_WIDTH = tl.constexpr(16)
-"""Columns of ones that sum keys, the fewest that a product takes."""
+"""Columns of ones that sum 16-bit keys, the fewest that a product takes."""
 GROWTH_BLOCK = tl.constexpr(1024)
 
 
@@ -63,16 +63,25 @@ def _rooted(
 
 
 @triton.jit
-def _sum_rows(x: tl.tensor, sums: tl.tensor, OPERAND: tl.constexpr, PRECISION: tl.constexpr) -> tl.tensor:
-    """Sums [SIDE,SUM_WIDTH] and in every column all rows of x [R,SIDE], which in 16 bits is two operands."""
-    high = to_operand(x, OPERAND, PRECISION)
-    ones = tl.full((x.shape[0], SUM_WIDTH), 1.0, high.dtype)
-    if tl.float32 == OPERAND:  # what is added to a long sum should be a sum itself
-        sums += tl.dot(tl.trans(x), ones, input_precision="ieee")
+def _add_rows(x: tl.tensor, sums: tl.tensor, OPERAND: tl.constexpr) -> tl.tensor:
+    """Of keys [R,SIDE] what `_sum` sums up: in fp32 [R,SIDE], a sum for every row of a tile.
+
+    In 16 bits [SIDE,SUM_WIDTH], in every column all rows, which are two operands.
+    """
+    if tl.float32 == OPERAND:
+        sums += x
     else:
+        high = round_to(x, OPERAND)
         low = round_to(x - high.to(tl.float32), OPERAND)
+        ones = tl.full((x.shape[0], SUM_WIDTH), 1.0, high.dtype)
         sums = tl.dot(tl.trans(low), ones, tl.dot(tl.trans(high), ones, sums))
     return sums
+
+
+@triton.jit
+def _sum(sums: tl.tensor, OPERAND: tl.constexpr) -> tl.tensor:
+    """All rows that were added, [SIDE]."""
+    return tl.sum(sums, axis=0) if tl.float32 == OPERAND else tl.sum(sums, axis=1) / SUM_WIDTH
 
 
 @triton.jit
@@ -140,15 +149,15 @@ def _absorb_kernel(
         store_square(transitions, to_operand(total, OPERAND, PRECISION), D)
         store_square(updates, tl.trans(update), D)
     else:
-        sums = tl.zeros((SIDE, SUM_WIDTH), tl.float32)
+        sums = tl.zeros((ROWS, SIDE) if tl.float32 == OPERAND else (SIDE, SUM_WIDTH), tl.float32)
         for tile in tl.range(0, TILES, num_stages=STAGES):
             row = tile * ROWS + tl.arange(0, ROWS)
             key = load_rows(plain + first, row, tokens, D, SIDE)
             total = tl.dot(tl.trans(key), key, total, input_precision=PRECISION)
-            sums = _sum_rows(_rooted(key, beta, row, tokens, beta_token, OPERAND), sums, OPERAND, PRECISION)
+            sums = _add_rows(_rooted(key, beta, row, tokens, beta_token, OPERAND), sums, OPERAND)
         store_square(transitions + D * D, to_operand(total, OPERAND, PRECISION), D)
         entry = tl.arange(0, SIDE)
-        tl.store(updates + D * D + entry, tl.sum(sums, axis=1) / SUM_WIDTH, entry < D)
+        tl.store(updates + D * D + entry, _sum(sums, OPERAND), entry < D)
 
 
 class Records(NamedTuple):

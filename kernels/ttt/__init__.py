@@ -76,7 +76,7 @@ def ttt_linear(
         found = TttOutput(*ops.ttt_scan(*x, backward == "reference"))
     else:
         found = ttt_scan(x)
-    return found._replace(out=output_norm(found.out, w, b, eps)) if norm_output else found
+    return TttOutput(output_norm(found.out, w, b, eps), *found[1:]) if norm_output else found
 
 
 def _longest_chunk(q: Tensor) -> int:
