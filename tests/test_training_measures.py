@@ -1,0 +1,41 @@
+"""What tells how good generated frames are."""
+
+import math
+
+import pytest
+import torch
+
+from longtake.training.measures import NEAREST, colours, psnr, registered, sharpness, turned
+from longtake.training.paths import clear_path
+from longtake.training.render import default_intrinsics, render
+from longtake.training.scenes import draw_scenes
+
+
+def test_psnr_of_known_errors() -> None:
+    black = torch.zeros(2, 3, 4, 4, 3, dtype=torch.uint8)
+    other = black.clone()
+    other[1] = 255
+    assert psnr(black, other).tolist() == pytest.approx([60, 0])
+    other[1] = 25
+    assert float(psnr(black, other)[1]) == pytest.approx(20 * math.log10(255 / 25))
+
+
+def test_sharpness_and_colours_of_stripes() -> None:
+    stripes = torch.zeros(1, 2, 4, 4, 3, dtype=torch.uint8)
+    stripes[..., ::2, :] = 100
+    assert float(sharpness(stripes)) == 50
+    assert colours(stripes)[0, :3].tolist() == [50, 50, 50]
+    assert colours(stripes)[0, 3:].tolist() == pytest.approx([50.8, 50.8, 50.8], abs=0.1)
+
+
+@pytest.mark.parametrize(("yaw", "pitch"), [(0.0, 0.0), (3.0, -1.0), (-5.0, 2.0)])
+def test_registration_finds_where_a_camera_looked_instead(yaw: float, pitch: float) -> None:
+    scenes = draw_scenes(2, 3)
+    poses = torch.eye(4, dtype=torch.float64).expand(2, 1, 4, 4)
+    scenes = clear_path(scenes, poses)
+    lens = default_intrinsics(64, 40).double().expand(2, 4)
+    off = torch.tensor([[yaw, pitch]], dtype=torch.float64).deg2rad().expand(2, 2)
+    seen = turned(poses[:, 0], off[:, :1], off[:, 1:])
+    frames = render(scenes, seen, lens, 40, 64)[:, 0]
+    found = registered(scenes, frames, poses[:, 0], lens)
+    assert (found - off).abs().max() < 2 * NEAREST
