@@ -130,7 +130,7 @@ def memory(judge: Judge) -> Iterator[Row]:
     view = clips.frames[:, FRAMES_PER_CHUNK]
     with_it = psnr(made[:, -1], view)
     yield Row(
-        "look 90° away for two chunks and return: PSNR of the last frame to the view before",
+        f"look 90° away for two chunks and return, {judge.count} takes: PSNR of the last frame to the view before",
         f"{mean(with_it):.1f} dB",
         "18 dB",
     )
