@@ -1,5 +1,6 @@
 """`longtake scene`: a first frame that `tiny-world` knows its way around, a camera path through it, and its prompt."""
 
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from rich.console import Console
 
+from longtake.api_schemas.resources import CHUNK_FRAMES
 from longtake.server.camera.actions import Controller, parse_actions, walk
 from longtake.server.model.config import TINY_WORLD
 from longtake.server.model.vae import TINY_WORLD_VAE
@@ -33,7 +35,8 @@ def run_scene(seed: int, path: str | int, folder: Path, console: Console) -> Non
     Image.fromarray(picture).save(image)
     np.save(file, poses, allow_pickle=False)
     lens = ",".join(f"{value:.6g}" for value in default_intrinsics(WIDTH, HEIGHT).tolist())
-    go_on = f'longtake generate {image} --trajectory {file} --intrinsics {lens} --prompt "{prompt}"'
+    words = ("longtake", "generate", str(image), "--trajectory", str(file), "--intrinsics", lens, "--prompt", prompt)
+    go_on = shlex.join(words if len(poses) % CHUNK_FRAMES == 1 else (*words, "--pad"))
     for line in (f"{image}: {prompt}", f"{file}: {len(poses)} poses, one a frame", f"walk through it with: {go_on}"):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 from longtake.server.camera.rays import chunk_geometry
@@ -17,7 +18,7 @@ from longtake.server.model.rope import RopeTables, rope_tables
 from longtake.server.model.vae import TINY_WORLD_VAE, CausalVideoVAE, init_untrained
 from longtake.server.model.vae_blocks import Carry
 from longtake.server.model.vocabulary import WordEmbedder
-from longtake.server.model.weights import build_transformer, untrained_weights
+from longtake.server.model.weights import WeightsError, build_transformer, untrained_weights
 from longtake.server.model.world import ChunkCamera
 from longtake.training.clips import WORDS, ClipPool, clip_geometry, draw_clips, late_tables, to_pixels, word_rows
 from longtake.training.fusion import fuse
@@ -81,6 +82,11 @@ def test_a_pool_gives_each_clip_as_often_as_it_is_told() -> None:
     assert given.min() >= 100
     assert given.max() == 100 + 8 + 4 * 20 - 1
     assert len(given.unique()) > 40
+
+
+def test_a_pool_has_whole_batches() -> None:
+    with pytest.raises(ValueError, match="no multiple"):
+        ClipPool(lambda seed: {"seed": torch.zeros(2)}, count=3, batch=2, reuse=1, seed=0)
 
 
 def test_masters_step_as_adamw_does_and_keep_what_16_bits_lose() -> None:
@@ -176,6 +182,35 @@ def test_takes_are_what_the_server_makes(untrained_vae: CausalVideoVAE, tmp_path
         out = served.generate(conditions, state, index, camera, seed=7)
         state = out.state
         assert np.abs(out.frames.astype(int) - made[0].numpy()).max() <= 1
+
+
+def test_training_goes_on_with_the_same_words_only(untrained_vae: CausalVideoVAE, tmp_path: Path) -> None:
+    words = ("", *reversed(WORDS.words[1:]))
+    vectors = torch.randn(len(words), TINY_WORLD.caption_channels)
+    weights = untrained_weights(TINY_WORLD, 0)
+    save_bundle(tmp_path, weights, untrained_vae.state_dict(), vectors, words, Familiarity(30.0, 20.0))
+    stage = Stage(part="world", minutes=1, batch=1, chunks=1, rate=1e-3, clips=1)
+    with pytest.raises(WeightsError, match="another vocabulary"):
+        run("x", stage, tmp_path, 1, lambda _: None)
+
+
+def test_weights_that_went_astray_are_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(_vae: CausalVideoVAE, _batch: object) -> dict[str, Tensor]:
+        return {"loss": torch.tensor(float("nan")), "mse": torch.tensor(float("nan"))}
+
+    monkeypatch.setattr("longtake.training.vae_stage.vae_loss", lost)
+    with pytest.raises(SystemExit, match="astray"):
+        run("x", Stage(part="vae", minutes=1, batch=1, chunks=1, rate=1e-3, clips=1), tmp_path, 1, lambda _: None)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"rate": float("inf")}, {"minutes": -1}, {"minutes": 10}, {"part": "other"}, {"new": 1}]
+)
+def test_a_stage_that_makes_no_sense_is_refused(wrong: dict[str, object]) -> None:
+    right = {"part": "vae", "minutes": 1, "batch": 1, "chunks": 1, "rate": 1e-3}
+    with pytest.raises(ValidationError):
+        Stage.model_validate(right | wrong)
 
 
 def test_rates_rise_and_fall() -> None:

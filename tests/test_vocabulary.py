@@ -100,3 +100,9 @@ def test_the_fingerprint_covers_words_vectors_and_length() -> None:
     prints = [weights_fingerprint("m", words) for words in others]
     assert len(set(prints)) == len(others)
     assert prints[0] == weights_fingerprint("m", embedder())
+
+
+def test_a_prompt_without_words_is_said_to_be_ignored() -> None:
+    words = embedder()
+    assert words.warnings("🌲 … !") == ["the prompt has no words, and is ignored"]
+    assert words.warnings("") == words.warnings(" ") == words.warnings("a red room") == []

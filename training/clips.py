@@ -118,6 +118,8 @@ class ClipPool:
     """
 
     def __init__(self, draw: Callable[[int], Tensors], count: int, batch: int, reuse: int, seed: int) -> None:
+        if count % batch:
+            raise ValueError(f"{count} clips are no multiple of a batch of {batch}")
         self._draw, self._batch, self._reuse = draw, batch, reuse
         self._seed, self._steps = seed, 0
         blocks = [self._next() for _ in range(count // batch)]

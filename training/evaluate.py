@@ -105,21 +105,31 @@ def fidelity(judge: Judge) -> Iterator[Row]:
 
 
 def following(judge: Judge) -> Iterator[Row]:
-    """Rotation error a chunk: how far the registered rotation off the true pose moves from chunk to chunk."""
+    """Rotation error a chunk: how far the registered rotation off the true pose moves from chunk to chunk.
+
+    Beside it the same of takes that stand still: what a model scores that follows nothing.
+    """
     clips = judge.clips(CHUNKS)
-    made = judge.play(clips)
+    found, still = (
+        rotations(clips, judge.play(clips)),
+        rotations(clips, clips.frames[:, :1].expand_as(clips.frames)[:, 1:]),
+    )
+    yield Row(
+        f"rotation error a chunk of {judge.count} takes, registered against the renderer; beside it, standing still",
+        f"{mean(found):.2f}° (median {float(found.median()):.2f}°); {mean(still):.2f}°",
+        "3°",
+    )
+
+
+def rotations(clips: Clips, made: Tensor) -> Tensor:
+    """Degrees by which the registered rotation off the true pose moves in each chunk, [K,B]."""
     off, errors = torch.zeros(len(made), 2, device=made.device), []
     for chunk in range(1, CHUNKS + 1):
         frame = FRAMES_PER_CHUNK * chunk
         now = registered(clips.scenes, made[:, frame - 1], clips.poses[:, frame], clips.intrinsics)
         errors.append(torch.rad2deg((now - off).norm(dim=1)))
         off = now
-    each = torch.stack(errors)
-    yield Row(
-        f"rotation error a chunk of {judge.count} takes, by registration against the renderer",
-        f"{mean(each):.2f}° (median {float(each.median()):.2f}°)",
-        "3°",
-    )
+    return torch.stack(errors)
 
 
 def memory(judge: Judge) -> Iterator[Row]:

@@ -8,8 +8,8 @@ from torch import Tensor
 from longtake.training.render import render
 from longtake.training.scenes import Scenes
 
-WIDEST, NEAREST = math.radians(7.0), math.radians(0.25)
-"""Rotations that registration tries, to either side, and how finely it ends."""
+WIDEST, NEAREST = math.radians(21.0), math.radians(0.25)
+"""Rotations that registration tries, to either side, and how finely it ends. What is farther off ends at the rim."""
 TRIED = 7
 """Angles along each axis in every round of registration."""
 

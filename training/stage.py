@@ -15,10 +15,17 @@ class Stage(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     part: Literal["vae", "world"] = Field(description="What is trained.")
-    minutes: float = Field(gt=0, le=9, description="How long it trains on an H200, beside starting and saving.")
+    minutes: float = Field(
+        gt=0, le=9, allow_inf_nan=False, description="How long it trains on an H200, beside starting and saving."
+    )
     batch: int = Field(gt=0, description="Clips a step on each GPU.")
     chunks: int = Field(gt=0, description="Chunks of 24 frames in a clip; the VAE trains on one.")
-    rate: float = Field(gt=0, description="Peak of the learning rate, which falls to a twentieth along a cosine.")
+    rate: float = Field(
+        gt=0,
+        lt=1,
+        allow_inf_nan=False,
+        description="Peak of the learning rate, which falls to a twentieth along a cosine.",
+    )
     warm_up: float = Field(0.02, ge=0, lt=1, description="Part of the stage in which the rate rises.")
     clips: int = Field(2048, gt=0, description="Clips kept on each GPU.")
     reuse: int = Field(4, gt=0, description="How often a clip is used before a new one takes its place.")

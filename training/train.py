@@ -13,11 +13,11 @@ import csv
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 
 from longtake.training.stage import Stage, all_stages, read_stage
 from longtake.training.vae_stage import VaeStage
@@ -71,14 +71,17 @@ def run(name: str, stage: Stage, weights: Path, steps: int | None, report: Calla
     device, rank = device_of_this_process()
     torch.manual_seed(1000 * stage.seed + rank)
     torch.set_float32_matmul_precision("high")
+    weights.mkdir(parents=True, exist_ok=True)
     learner = (VaeStage if stage.part == "vae" else WorldStage)(stage, weights, device, rank)
     begun, rows = time.monotonic(), []
     for step, progress in enumerate(progress_of(stage, steps)):
         found = learner.step(learning_rate(stage, progress))
         if step % LOG_EVERY == 0:
-            numbers = {key: float(x) for key, x in found.items()}
-            rows.append({"step": step, "seconds": round(time.monotonic() - begun, 1), **numbers})
+            rows.append(_row(step, begun, found))
             report(f"{name} {rows[-1]}")
+    rows.append(_row(step, begun, found))
+    if not all(math.isfinite(number) for number in rows[-1].values()):
+        raise SystemExit(f"{name} went astray, and its weights are not saved: {rows[-1]}")
     if rank == 0:
         learner.save(weights)
         learner.picture(weights / f"{name}.png")
@@ -89,6 +92,11 @@ def run(name: str, stage: Stage, weights: Path, steps: int | None, report: Calla
     if distributed.is_initialized():
         distributed.barrier()
         distributed.destroy_process_group()
+
+
+def _row(step: int, begun: float, found: Mapping[str, Tensor]) -> dict[str, float]:
+    """What a step found, with when that was."""
+    return {"step": step, "seconds": round(time.monotonic() - begun, 1), **{key: float(x) for key, x in found.items()}}
 
 
 def main() -> None:
@@ -104,9 +112,11 @@ def main() -> None:
         for name, stage in all_stages().items():
             print(f"python -m training.train --config training/configs/{name}.toml  # {stage.minutes:g} minutes")
         return
+    if arguments.steps is not None and arguments.steps < 1:
+        parser.error("--steps must be at least 1")
     stage = read_stage(arguments.config)
-    if arguments.minutes:
-        stage = stage.model_copy(update={"minutes": arguments.minutes})
+    if arguments.minutes is not None:
+        stage = Stage.model_validate(stage.model_dump() | {"minutes": arguments.minutes})
     run(arguments.config.stem, stage, arguments.weights, arguments.steps, lambda line: print(line, flush=True))
 
 

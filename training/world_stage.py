@@ -9,7 +9,7 @@ from longtake.server.model.bundle import TRANSFORMER_FILE, load_bundle, load_vae
 from longtake.server.model.config import TINY_WORLD
 from longtake.server.model.transformer import SanaWMTransformer
 from longtake.server.model.vae_blocks import Carry
-from longtake.server.model.weights import untrained_weights
+from longtake.server.model.weights import WeightsError, untrained_weights
 from longtake.training.clips import (
     WORDS,
     ClipPool,
@@ -112,6 +112,8 @@ def _begun(weights: Path) -> tuple[dict[str, Tensor], Tensor]:
     """Transformer and word vectors that lie there, or new ones that predict no velocity at first."""
     if (weights / TRANSFORMER_FILE).exists():
         bundle = load_bundle(weights)
+        if bundle.words.config != WORDS:
+            raise WeightsError(f"the weights in {weights} have another vocabulary than the captions")
         return bundle.transformer.state_dict(), bundle.words.weight
     tensors = untrained_weights(TINY_WORLD, seed=0)
     tensors["final_layer.linear.weight"].zero_()

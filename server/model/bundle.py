@@ -5,6 +5,7 @@
 numbers of `Familiarity`. Matrices lie there in bf16, vectors in fp32.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -57,14 +58,14 @@ def save_bundle(
     """
     save_vae(folder, vae, familiarity)
     words = {_WORDS: word_embedding}
-    save_file(_stored({**transformer, **words}), folder / TRANSFORMER_FILE, {_VOCABULARY: " ".join(vocabulary)})
+    _save(_stored({**transformer, **words}), folder / TRANSFORMER_FILE, {_VOCABULARY: " ".join(vocabulary)})
 
 
 def save_vae(folder: Path, vae: Mapping[str, Tensor], familiarity: Familiarity) -> None:
     """Write the VAE's file alone, as `save_bundle` does."""
     folder.mkdir(parents=True, exist_ok=True)
     numbers = {name: repr(value) for name, value in asdict(familiarity).items()}
-    save_file(_stored(vae), folder / VAE_FILE, numbers)
+    _save(_stored(vae), folder / VAE_FILE, numbers)
 
 
 def load_bundle(
@@ -90,7 +91,10 @@ def load_vae(
 ) -> tuple[CausalVideoVAE, Familiarity]:
     """Read the VAE's file alone. Raises `WeightsError` as `load_bundle` does."""
     tensors, metadata = _read(folder / VAE_FILE)
-    return build_vae(config, tensors, device), _familiarity(metadata)
+    vae = build_vae(config, tensors, device)
+    if not (vae.latents_std.isfinite() & (vae.latents_std > 0)).all():
+        raise WeightsError(f"{VAE_FILE} has latents without a spread")
+    return vae, _familiarity(metadata)
 
 
 def build_vae(config: VAEConfig, tensors: Mapping[str, Tensor], device: torch.device | str = "cpu") -> CausalVideoVAE:
@@ -106,6 +110,12 @@ def build_vae(config: VAEConfig, tensors: Mapping[str, Tensor], device: torch.de
     weights = {name: tensors[name].to(device, torch.float32).contiguous() for name in shapes}
     vae.load_state_dict(weights, assign=True)
     return vae.requires_grad_(requires_grad=False).eval()
+
+
+def _save(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """A file that others may read, too: safetensors makes it its owner's alone."""
+    save_file(tensors, path, metadata)
+    path.chmod(0o644)
 
 
 def _stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -139,6 +149,9 @@ def _words(weight: Tensor | None, metadata: Mapping[str, str], config: SanaWMCon
 
 def _familiarity(metadata: Mapping[str, str]) -> Familiarity:
     try:
-        return Familiarity(float(metadata["scenes_db"]), float(metadata["limit_db"]))
+        known = Familiarity(float(metadata["scenes_db"]), float(metadata["limit_db"]))
+        if not (math.isfinite(known.scenes_db) and math.isfinite(known.limit_db)):
+            raise ValueError("not finite")
+        return known
     except (KeyError, ValueError) as error:
         raise WeightsError(f"{VAE_FILE} does not say how well it restores its scenes") from error

@@ -73,7 +73,7 @@ class StreamingModel:
 
     @torch.inference_mode()
     def generate(self, conditions: Conditions, state: State, index: int, camera: ChunkCamera, seed: int) -> ChunkOutput:
-        """Denoise chunk `index` in four steps, absorb it at t=0, decode it.
+        """Denoise chunk `index` in a few steps, absorb it at t=0, decode it.
 
         Raises `StateLayoutError` for a state that was left without decoding.
         """

@@ -82,11 +82,13 @@ class WordEmbedder(nn.Module):
 
     def warnings(self, prompt: str) -> list[str]:
         """What is ignored of a prompt, a sentence each."""
-        warnings = []
-        if unknown := self.unknown(prompt):
+        warnings, unknown = [], self.unknown(prompt)
+        if unknown:
             words, are = ("word", "is") if len(unknown) == 1 else ("words", "are")
             warnings.append(f"the prompt's {words} {_listed(unknown)} {are} not known to this model and {are} ignored")
         known, length = len(self._known(prompt)), self.config.length
+        if prompt.strip() and not known and not unknown:
+            warnings.append("the prompt has no words, and is ignored")
         if known > length:
             warnings.append(f"this model reads {length} words of a prompt: the last {known - length} are ignored")
         return warnings
