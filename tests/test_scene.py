@@ -1,5 +1,6 @@
 """`longtake scene`: what a first frame of the trained model looks like, and that a server takes what is written."""
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -43,7 +44,8 @@ def test_it_writes_a_frame_and_a_path_and_says_how_to_go_on(written: tuple[Path,
     assert poses.shape == (31, 4, 4)
     assert (poses[0] == np.eye(4)).all()
     _, prompt = said.splitlines()[0].split(": ")
-    assert f'--intrinsics 110.851,110.851,64,40 --prompt "{prompt}"' in said
+    command = shlex.split(said.splitlines()[-1].split("with: ")[1])
+    assert command[-5:] == ["--intrinsics", "110.851,110.851,64,40", "--prompt", prompt, "--pad"]
     assert 4 < len(prompt.split()) <= 16
 
 
