@@ -28,14 +28,14 @@ def test_sharpness_and_colours_of_stripes() -> None:
     assert colours(stripes)[0, 3:].tolist() == pytest.approx([50.8, 50.8, 50.8], abs=0.1)
 
 
-@pytest.mark.parametrize(("yaw", "pitch"), [(0.0, 0.0), (3.0, -1.0), (-5.0, 2.0)])
+@pytest.mark.parametrize(("yaw", "pitch"), [(0.0, 0.0), (-15.0, 3.0)])
 def test_registration_finds_where_a_camera_looked_instead(yaw: float, pitch: float) -> None:
-    scenes = draw_scenes(2, 3)
-    poses = torch.eye(4, dtype=torch.float64).expand(2, 1, 4, 4)
+    scenes = draw_scenes(1, 3)
+    poses = torch.eye(4, dtype=torch.float64).expand(1, 1, 4, 4)
     scenes = clear_path(scenes, poses)
-    lens = default_intrinsics(64, 40).double().expand(2, 4)
-    off = torch.tensor([[yaw, pitch]], dtype=torch.float64).deg2rad().expand(2, 2)
+    lens = default_intrinsics(32, 20).double().expand(1, 4)
+    off = torch.tensor([[yaw, pitch]], dtype=torch.float64).deg2rad()
     seen = turned(poses[:, 0], off[:, :1], off[:, 1:])
-    frames = render(scenes, seen, lens, 40, 64)[:, 0]
+    frames = render(scenes, seen, lens, 20, 32)[:, 0]
     found = registered(scenes, frames, poses[:, 0], lens)
-    assert (found - off).abs().max() < 2 * NEAREST
+    assert (found - off).abs().max() < 4 * NEAREST
