@@ -160,7 +160,7 @@ def test_fused_blocks_compute_the_same() -> None:
     for fused in (False, True):
         model = build_transformer(config, untrained_weights(config, 0), dtype=torch.float32).requires_grad_()
         if fused:
-            fuse(model, backend="aot_eager")
+            fuse(model, backend="eager")
         torch.manual_seed(0)
         WorldLoss(model, words, own_history=False)(small_batch(3, config))
         gradients.append([p.grad for p in model.parameters()])
