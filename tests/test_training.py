@@ -20,7 +20,7 @@ from longtake.server.model.vae_blocks import Carry
 from longtake.server.model.vocabulary import WordEmbedder
 from longtake.server.model.weights import WeightsError, build_transformer, untrained_weights
 from longtake.server.model.world import ChunkCamera
-from longtake.training.clips import WORDS, ClipPool, clip_geometry, draw_clips, late_tables, to_pixels, word_rows
+from longtake.training.clips import WORDS, ClipPool, clip_geometry, draw_clips, late_tables, to_pixels
 from longtake.training.fusion import fuse
 from longtake.training.generation import CameraPath, takes
 from longtake.training.losses import WorldLoss, shifted, vae_loss
@@ -69,7 +69,7 @@ def test_tables_begin_late_behind_the_first_chunk() -> None:
 
 def test_captions_are_read_as_prompts_are() -> None:
     captions = ["", "red columns", "no word of these"]
-    rows, mask = word_rows(captions)
+    rows, mask = WORDS.read(captions)
     embedder = WordEmbedder(WORDS, torch.randn(len(WORDS.words), 4))
     text, expected = embedder.embed(captions)
     assert torch.equal(mask, expected)
@@ -134,7 +134,7 @@ def small_batch(chunks: int, config: SanaWMConfig = TINY_WORLD) -> dict[str, Ten
     clips = draw_clips(1, 5, 1 + 24 * chunks, CPU, shown=[0])
     raymap, plucker = clip_geometry(clips.poses, clips.intrinsics, 2, 3, 40)
     latents = torch.randn(1, config.in_channels, 1 + 3 * chunks, 2, 3, generator=generator)
-    rows, mask = word_rows(clips.captions)
+    rows, mask = WORDS.read(clips.captions)
     tables = late_tables(5, (1 + 3 * chunks, 2, 3), config)
     return {"latents": latents, "raymap": raymap, "plucker": plucker, "rows": rows, "mask": mask, **tables}
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longtake.server.camera.rays import plucker_rays
+from longtake.server.camera.rays import FRAMES_PER_LATENT, LATENTS_PER_CHUNK, plucker_rays
 from longtake.server.model.config import SanaWMConfig
 from longtake.server.model.rope import RopeTables, rope_tables
 from longtake.server.model.vocabulary import EMPTY, Vocabulary
@@ -16,8 +16,6 @@ from longtake.training.render import render
 from longtake.training.scenes import Scenes, draw_scenes
 
 WIDTH, HEIGHT = 128, 80
-FRAMES_PER_LATENT = 8
-LATENTS_PER_CHUNK = 3
 FIRST_TRAINING_SEED = 1_000_000
 STAGE_SEEDS = 10_000_000
 """Seeds of scenes that each stage, on each GPU, has to itself."""
@@ -64,17 +62,6 @@ def draw_clips(
 def to_pixels(frames: Tensor) -> Tensor:
     """Bytes [B,T,H,W,3] → [B,3,T,H,W] in [-1, 1], fp32."""
     return frames.permute(0, 4, 1, 2, 3).float() / 127.5 - 1
-
-
-def word_rows(captions: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """Rows of the words of captions [B,L] int64, and their mask [B,L] in the same form as a prompt's."""
-    rows = torch.zeros(len(captions), WORDS.length, dtype=torch.int64)
-    mask = torch.zeros_like(rows)
-    for line, text in enumerate(captions):
-        found = [WORDS.rows[word] for word in text.split() if word in WORDS.rows][: WORDS.length] or [0]
-        rows[line, : len(found)] = torch.tensor(found)
-        mask[line, : len(found)] = 1
-    return rows, mask
 
 
 def clip_geometry(poses: Tensor, intrinsics: Tensor, height: int, width: int, side: int) -> tuple[Tensor, Tensor]:

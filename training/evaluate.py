@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.results import report, row
+from longtake.api_schemas.resources import CHUNK_FRAMES
 from longtake.server.model.bundle import Bundle, load_bundle
 from longtake.server.model.vae import to_uint8
 from longtake.training.clips import Clips, draw_clips, to_pixels
-from longtake.training.generation import FRAMES_PER_CHUNK, CameraPath, Forget, takes
+from longtake.training.generation import CameraPath, Forget, takes
 from longtake.training.measures import colours, psnr, registered, sharpness
 from longtake.training.pictures import save_rows
 from longtake.training.train import WEIGHTS
@@ -45,7 +46,7 @@ class Judge:
 
     def clips(self, chunks: int, kind: str | None = None) -> Clips:
         """Held-out clips: seeds from 0 on."""
-        return draw_clips(self.count, 0, 1 + FRAMES_PER_CHUNK * chunks, self.device, kind)
+        return draw_clips(self.count, 0, 1 + CHUNK_FRAMES * chunks, self.device, kind)
 
     def play(self, clips: Clips, poses: Tensor | None = None, forget: Forget | None = None) -> Tensor:
         """What the model makes of the clips' first frames, along other poses if they are given → [B,24K,H,W,3]."""
@@ -66,7 +67,7 @@ class Judge:
 
 def by_chunk(frames: Tensor) -> Iterator[Tensor]:
     """[B,24K,…] → K times [B,24,…]."""
-    return iter(torch.split(frames, FRAMES_PER_CHUNK, dim=1))
+    return iter(torch.split(frames, CHUNK_FRAMES, dim=1))
 
 
 def mean(x: Tensor) -> float:
@@ -125,7 +126,7 @@ def rotations(clips: Clips, made: Tensor) -> Tensor:
     """Degrees by which the registered rotation off the true pose moves in each chunk, [K,B]."""
     off, errors = torch.zeros(len(made), 2, device=made.device), []
     for chunk in range(1, CHUNKS + 1):
-        frame = FRAMES_PER_CHUNK * chunk
+        frame = CHUNK_FRAMES * chunk
         now = registered(clips.scenes, made[:, frame - 1], clips.poses[:, frame], clips.intrinsics)
         errors.append(torch.rad2deg((now - off).norm(dim=1)))
         off = now
@@ -137,7 +138,7 @@ def memory(judge: Judge) -> Iterator[Row]:
     clips = judge.clips(CHUNKS, "return")
     made = judge.play(clips)
     judge.draw("return", clips, made)
-    view = clips.frames[:, FRAMES_PER_CHUNK]
+    view = clips.frames[:, CHUNK_FRAMES]
     with_it = psnr(made[:, -1], view)
     yield Row(
         f"look 90° away for two chunks and return, {judge.count} takes: PSNR of the last frame to the view before",
@@ -156,12 +157,12 @@ def memory(judge: Judge) -> Iterator[Row]:
 
 def drift(judge: Judge) -> Iterator[Row]:
     """Sharpness and colours at chunk 40, relative to chunk 1 and to what the true frames do meanwhile."""
-    frames = 1 + FRAMES_PER_CHUNK * LONG
-    ends = [0, *range(1, 1 + FRAMES_PER_CHUNK), *range(frames - FRAMES_PER_CHUNK, frames)]
+    frames = 1 + CHUNK_FRAMES * LONG
+    ends = [0, *range(1, 1 + CHUNK_FRAMES), *range(frames - CHUNK_FRAMES, frames)]
     clips = draw_clips(judge.count, 0, frames, judge.device, "wander", ends)
     path = CameraPath(clips.poses, clips.intrinsics)
     chunks = list(takes(judge.model, clips.frames[:, 0], path, clips.captions, 0))
-    judge.film("long", torch.cat(chunks, dim=1)[:, :: 2 * FRAMES_PER_CHUNK])
+    judge.film("long", torch.cat(chunks, dim=1)[:, :: 2 * CHUNK_FRAMES])
     true = list(by_chunk(clips.frames[:, 1:]))
     for name, measure in (("sharpness", lambda x: sharpness(x)[:, None]), ("colours", colours)):
         ours, theirs = (measure(x[-1]) / measure(x[0]).clamp(min=1) for x in (chunks, true))

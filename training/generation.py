@@ -6,17 +6,17 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from longtake.server.camera.rays import LATENTS_PER_CHUNK
 from longtake.server.model.bundle import Bundle
 from longtake.server.model.config import SanaWMConfig
 from longtake.server.model.noise import latent_noise
 from longtake.server.model.sampler import absorb_chunk, denoise_chunk
 from longtake.server.model.state import TransformerState
 from longtake.server.model.vae import to_uint8
-from longtake.training.clips import FRAMES_PER_LATENT, LATENTS_PER_CHUNK, clip_geometry, to_pixels
+from longtake.training.clips import clip_geometry, to_pixels
 
 Forget = Literal["scans", "everything"]
 SCANS = (".kv", ".z", ".cam_kv")
-FRAMES_PER_CHUNK = FRAMES_PER_LATENT * LATENTS_PER_CHUNK
 
 
 class CameraPath(NamedTuple):

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from longtake.server.camera.rays import LATENTS_PER_CHUNK
 from longtake.server.model.conditions import ChunkCondition, TextCondition
 from longtake.server.model.rope import RopeTables
 from longtake.server.model.sampler import MAX_TIMESTEP, denoise_chunk
@@ -11,7 +12,7 @@ from longtake.server.model.state import TransformerState
 from longtake.server.model.transformer import SanaWMTransformer
 from longtake.server.model.vae import CausalVideoVAE
 from longtake.server.model.vae_blocks import Carry
-from longtake.training.clips import LATENTS_PER_CHUNK, Tensors, to_pixels
+from longtake.training.clips import Tensors, to_pixels
 
 LATENT_NOISE = 0.1
 """Noise on a latent channel, relative to its spread: what the decoder has to bear from the transformer."""

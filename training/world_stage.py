@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from longtake.api_schemas.resources import CHUNK_FRAMES
 from longtake.server.model.bundle import TRANSFORMER_FILE, load_bundle, load_vae, save_bundle
 from longtake.server.model.config import TINY_WORLD
 from longtake.server.model.transformer import SanaWMTransformer
@@ -19,7 +20,6 @@ from longtake.training.clips import (
     first_seed,
     late_tables,
     to_pixels,
-    word_rows,
 )
 from longtake.training.fusion import fuse
 from longtake.training.generation import CameraPath, takes
@@ -29,7 +29,6 @@ from longtake.training.optimiser import MasterWeights
 from longtake.training.pictures import save_rows
 from longtake.training.stage import Stage
 
-FRAMES_PER_CHUNK = 24
 GATES_AT_FIRST = 0.3
 LATE, LATEST = 0.5, 130
 """Part of the steps whose clips have a gap behind their first chunk, and of how many latent frames at most."""
@@ -57,7 +56,7 @@ class WorldStage:
             if name.endswith("attn.k_norm.weight")
         ]
         self._device, self._count = device, stage.batch
-        self._frames = 1 + FRAMES_PER_CHUNK * stage.chunks
+        self._frames = 1 + CHUNK_FRAMES * stage.chunks
         self._encoder = self.vae.encoder.to(self.dtype)
         self._pool = ClipPool(self._draw, stage.clips, stage.batch, stage.reuse, first_seed(stage.seed, rank))
         self._chance = torch.Generator().manual_seed(stage.seed + rank)
@@ -75,7 +74,7 @@ class WorldStage:
         raymap, plucker = clip_geometry(clips.poses, clips.intrinsics, latents.shape[3], latents.shape[4], side)
         silent = torch.rand(self._count) < UNCAPTIONED
         captions = ["" if quiet else text for text, quiet in zip(clips.captions, silent, strict=True)]
-        rows, mask = (x.to(self._device) for x in word_rows(captions))
+        rows, mask = (x.to(self._device) for x in WORDS.read(captions))
         return {"latents": latents, "raymap": raymap, "plucker": plucker, "rows": rows, "mask": mask}
 
     def step(self, rate: float) -> Tensors:

@@ -37,6 +37,23 @@ class Vocabulary:
         if odd := [word for word in self.words[1:] if words_of(word) != [word]]:
             raise ValueError(f"{odd[0]!r} is no word in lower case")
 
+    def known(self, prompt: str) -> list[str]:
+        """Words of a prompt that are in the vocabulary, in order."""
+        return [word for word in words_of(prompt) if word in self.rows]
+
+    def read(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """Rows [B,L] int64 of the words that are read of prompts, and their masks [B,L]; on the CPU.
+
+        A prompt without any known word has the row of the empty one.
+        """
+        index = torch.zeros(len(prompts), self.length, dtype=torch.int64)
+        mask = torch.zeros_like(index)
+        for line, prompt in enumerate(prompts):
+            found = [self.rows[word] for word in self.known(prompt)[: self.length]] or [0]
+            index[line, : len(found)] = torch.tensor(found)
+            mask[line, : len(found)] = 1
+        return index, mask
+
 
 class WordEmbedder(nn.Module):
     """Prompts to text: the vectors of the words it knows, in order. It has no other parameter than `weight`.
@@ -62,19 +79,8 @@ class WordEmbedder(nn.Module):
 
     def embed(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Texts [B,L,E] in the dtype of the weight, zeros behind their ends, and masks [B,L] int64."""
-        rows = [self.rows(prompt) for prompt in prompts]
-        shape, device = (len(rows), self.config.length), self.weight.device
-        index = torch.zeros(shape, dtype=torch.int64)
-        mask = torch.zeros(shape, dtype=torch.int64)
-        for line, found in enumerate(rows):
-            index[line, : len(found)] = torch.tensor(found)
-            mask[line, : len(found)] = 1
-        index, mask = index.to(device), mask.to(device)
+        index, mask = (x.to(self.weight.device) for x in self.config.read(prompts))
         return self.weight[index] * mask[..., None], mask
-
-    def rows(self, prompt: str) -> list[int]:
-        """Rows of the words that are read of a prompt; that of the empty word if there is none."""
-        return [self.config.rows[word] for word in self._known(prompt)[: self.config.length]] or [0]
 
     def unknown(self, prompt: str) -> list[str]:
         """Words of a prompt that are not in the vocabulary, each once, in order."""
@@ -86,15 +92,12 @@ class WordEmbedder(nn.Module):
         if unknown:
             words, are = ("word", "is") if len(unknown) == 1 else ("words", "are")
             warnings.append(f"the prompt's {words} {_listed(unknown)} {are} not known to this model and {are} ignored")
-        known, length = len(self._known(prompt)), self.config.length
+        known, length = len(self.config.known(prompt)), self.config.length
         if prompt.strip() and not known and not unknown:
             warnings.append("the prompt has no words, and is ignored")
         if known > length:
             warnings.append(f"this model reads {length} words of a prompt: the last {known - length} are ignored")
         return warnings
-
-    def _known(self, prompt: str) -> list[str]:
-        return [word for word in words_of(prompt) if word in self.config.rows]
 
 
 def _listed(words: Sequence[str]) -> str:
