@@ -2,15 +2,18 @@
 
 A step is timed as one captured graph, and so is its forward pass alone: the difference is the backward pass. Its floor
 is what it must read and write once: q, k, v, what comes back for the reads, and the gradients of q, k, v.
+Beside time and memory stand those of a step that runs the forward pass again instead of keeping its snapshots.
 """
 
 import argparse
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.gpu_timing import captured
 from benchmarks.kernel_work import COPY_RATE, LIMITS, Inputs, Results, Shape, camera, draw, gdn
@@ -37,9 +40,14 @@ class Step(NamedTuple):
         """Everything that the scan reads."""
         return list(self.public(x, precision, backend).values())
 
-    def gradients(self, x: Inputs, precision: Precision, backend: Backend | None = None) -> dict[str, Tensor]:
-        """Of all inputs, when the reads themselves come back."""
-        results = self.forward(x, precision, backend)
+    def gradients(
+        self, x: Inputs, precision: Precision, backend: Backend | None = None, *, again: bool = False
+    ) -> dict[str, Tensor]:
+        """Of all inputs, when the reads themselves come back; `again`: what is kept for them is made a second time."""
+        if again:
+            results = checkpoint(self.forward, x, precision, backend, use_reentrant=False, preserve_rng_state=False)
+        else:
+            results = self.forward(x, precision, backend)
         back = [y.detach() for y in results]
         found = torch.autograd.grad(results, [x[name] for name in TRAINED[self.name]], back)
         return dict(zip(TRAINED[self.name], found, strict=True))
@@ -76,26 +84,30 @@ def floor(step: Step, shape: Shape) -> float:
     return (2 * 3 * 2 * shape.entries + 4 * reads) / COPY_RATE * 1e6
 
 
-def peak_memory(step: Step, x: Inputs, precision: Precision) -> float:
+def peak_memory(step: Step, x: Inputs, precision: Precision, *, again: bool) -> float:
     """GB that a step allocates beside its inputs."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    step.gradients(x, precision)
+    step.gradients(x, precision, again=again)
     return (torch.cuda.max_memory_allocated() - before) / 1e9
 
 
 def measure(step: Step, shape: Shape, inputs: Sequence[Inputs], precision: Precision, commit: str) -> str:
     """Row of one scan at one shape."""
     error = largest_error(step, trainable(step, draw(shape)), precision)
-    both, _ = captured(lambda x: step.gradients(x, precision), inputs)
+    both, twice = (
+        captured(partial(step.gradients, precision=precision, again=again), inputs)[0] for again in (False, True)
+    )
     with torch.no_grad():
         inference, _ = captured(lambda x: step.forward(x, precision), inputs)
     ahead, _ = captured(lambda x: step.forward(x, precision), inputs)
     back, least = both - ahead, floor(step, shape)
+    kept, made = (peak_memory(step, inputs[0], precision, again=again) for again in (False, True))
     number = (
         f"{back:.0f} µs backward, {back / inference:.1f} × the {inference:.0f} µs forward, {back / least:.1f} × floor, "
-        f"{peak_memory(step, inputs[0], precision):.2f} GB at the peak (error {error:.1e})"
+        f"{kept:.2f} GB at the peak; snapshots made again, not kept: {twice - both:.0f} µs more, {made:.2f} GB "
+        f"(error {error:.1e})"
     )
     work = f"gradients of {step.name} of one block, {precision}; {shape}"
     day = f"{datetime.now(UTC):%Y-%m-%d}"

@@ -1,7 +1,8 @@
 """Checks of arguments that every operator shares: each misfit is a `ValueError` that names the argument."""
 
+import math
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import torch
 from torch import Tensor
@@ -55,6 +56,12 @@ def pair(name: str, value: object, parts: str) -> tuple[Tensor, Tensor] | tuple[
     return (None, None) if value is None else require_pair(name, value, parts)
 
 
+def require_eps(name: str, eps: float) -> None:
+    """Raise `ValueError` unless what is added to a divisor is finite and not negative."""
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"{name} must be finite and not negative, got {eps}")
+
+
 def require_tokens(name: str, x: Tensor, like: Tensor) -> None:
     """Raise `ValueError` unless `x` is [B,N,H,D] as `like`, of a float dtype, with unit stride in D."""
     require(name, x, like.shape, FLOATS, like=like, contiguous=False)
@@ -79,8 +86,17 @@ def check_scan(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, *, 
     if frames == 0 or tokens % frames or tokens == 0:
         raise ValueError(f"decay {tuple(decay.shape)} does not fit the {tokens} tokens of q")
     require("decay", decay, (batch, heads, frames), FLOATS, like=q)
+    if beta.shape[2:3] != decay.shape[2:] and _fits(beta, tokens, frame_beta=frame_beta):
+        fitting = (batch, heads, beta.shape[2])
+        raise ValueError(f"decay must be {fitting} beside beta {tuple(beta.shape)}, got {tuple(decay.shape)}")
     whole = (batch, heads, frames) if frame_beta and beta.ndim == 3 else (batch, heads, frames, tokens // frames)
     require("beta", beta, whole, FLOATS, like=q)
+
+
+def _fits(beta: Tensor, tokens: int, *, frame_beta: bool) -> bool:
+    """Whether so many tokens can be those of beta [B,H,F,S] or, with `frame_beta`, [B,H,F]."""
+    size = beta.shape[2:].numel()
+    return size == tokens if beta.ndim == 4 else frame_beta and beta.ndim == 3 and size > 0 and tokens % size == 0
 
 
 def check_state(
@@ -99,6 +115,32 @@ def check_state(
     require(name if z is None else f"{name} kv", kv, (rows, heads, dim, dim), like=q)
     if z is not None:
         require(f"{name} z", z, (rows, heads, dim), like=q)
+
+
+def check_memory(initial: Sequence[Tensor | None] | None, out: Sequence[Tensor | None] | None) -> None:
+    """Raise `ValueError` unless `out_state` is `initial_state` itself or apart from it, and its parts from each other.
+
+    Both were checked: they are contiguous. While PyTorch compiles there are no addresses: operators look at run time.
+    """
+    given = [x for x in out or () if x is not None]
+    if not given or torch.compiler.is_compiling():
+        return
+    read, written = ([_addresses(x) for x in state if x is not None] for state in (initial or (), given))
+    if any(_overlap(x, y) for x, y in combinations(written, 2)):
+        raise ValueError("kv and z of out_state must share no memory")
+    crossing = ((x, y) for i, x in enumerate(read) for j, y in enumerate(written) if i != j or x != y)
+    if any(_overlap(x, y) for x, y in crossing):
+        raise ValueError("out_state may be initial_state itself or share no memory with it")
+
+
+def _addresses(x: Tensor) -> range:
+    """Of the bytes of a contiguous tensor; none of a meta or fake tensor, which has no memory."""
+    first = x.data_ptr()
+    return range(first, first + x.nbytes if first else 0)
+
+
+def _overlap(x: range, y: range) -> bool:
+    return max(x.start, y.start) < min(x.stop, y.stop)
 
 
 def starts(chunk_starts: Tensor | Sequence[int] | None, frames: int, device: torch.device) -> Tensor | None:
@@ -126,7 +168,7 @@ def starts(chunk_starts: Tensor | Sequence[int] | None, frames: int, device: tor
 
 
 def check_trained(inverse_rms: tuple[tuple[Tensor, Tensor] | None, ...], out_state: object) -> None:
-    """Raise `ValueError` for what a scan on the kernels does not take where a gradient is wanted."""
+    """Raise `ValueError` for what a scan does not take where a gradient is wanted."""
     if any(rms is not None for rms in inverse_rms):
         raise ValueError("inverse_rms is given where a gradient is wanted, which has to pass through it: leave it out")
     if out_state is not None:

@@ -20,6 +20,8 @@ from longtake.server.private import ServerDiedError, private_server
 from longtake.server.settings import Settings, StartError
 from longtake.server.trajectory_cli import trajectory_app
 
+SCENE_ACTIONS = "w-48,d-48,a-48,w-48"
+
 app = typer.Typer(
     help="Serve world models whose takes never have to end.", no_args_is_help=True, pretty_exceptions_enable=False
 )
@@ -163,7 +165,9 @@ def generate(
 def scene(
     seed: Annotated[int, typer.Option(min=0, max=2**31, help="Which scene.")] = 7,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write into.")] = Path(),
-    actions: Annotated[str, typer.Option(help="Keys and frames of the path.")] = "w-48,d-48,a-48,w-48",
+    actions: Annotated[
+        str | None, typer.Option(help=f"Keys and frames of the path; {SCENE_ACTIONS} when left out.")
+    ] = None,
     frames: Annotated[
         int | None, typer.Option(min=1, max=4096, help="Draw a path of so many new frames by the seed instead.")
     ] = None,
@@ -172,7 +176,9 @@ def scene(
     from longtake.server.scene import run_scene
 
     with _friendly():
-        run_scene(seed, actions if frames is None else frames, out, console)
+        if actions is not None and frames is not None:
+            raise ProblemError("invalid_request", "give either --actions or --frames", "frames")
+        run_scene(seed, frames or actions or SCENE_ACTIONS, out, console)
 
 
 @sessions_app.command("ls")

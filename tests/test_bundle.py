@@ -95,6 +95,16 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: rewrite(folder, VAE_FILE, lambda x: x.update(latents_std=torch.ones(3))),
         r"latents_std has shape \(3,\)",
     ),
+    "no number": (
+        lambda folder: rewrite(folder, VAE_FILE, lambda x: x["latents_mean"].fill_(float("nan"))),
+        "latents_mean must be finite",
+    ),
+    "whole numbers": (
+        lambda folder: rewrite(
+            folder, TRANSFORMER_FILE, lambda x: x.update({name: y.to(torch.int8) for name, y in x.items()})
+        ),
+        "must be finite.* got torch.int8",
+    ),
     "no words": (lambda folder: rewrite(folder, TRANSFORMER_FILE, metadata=dict.clear), "no vocabulary"),
     "fewer words": (
         lambda folder: rewrite(folder, TRANSFORMER_FILE, metadata=lambda x: x.update(vocabulary=" a red")),

@@ -14,6 +14,7 @@ from scan_modes import SCANS, Arguments, Results, draw
 from torch import Tensor
 
 from longtake.kernels import Precision
+from longtake.kernels.fitting import fitted
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -212,3 +213,13 @@ def test_tensors_of_more_than_2_31_elements(name: str) -> None:
     found = call(name, x | whole)
     alone = call(name, x | {key: y[-1:] for key, y in whole.items()})
     assert_same_bits(tuple(y[-1:] for y in found), alone)
+
+
+def test_a_kernel_with_too_many_registers_gets_fewer_warps(caplog: pytest.LogCaptureFixture) -> None:
+    from hungry_kernel import hungry_kernel  # no import of triton before it is to interpret
+
+    x = torch.randint(0, 3, (256, 256), device=DEVICE).float()
+    out = torch.empty_like(x)
+    fitted(hungry_kernel, DEVICE)[(1,)](x, out, SIDE=256, num_warps=16, maxnreg=255)
+    assert "hungry_kernel does not fit" in caplog.messages[0]
+    assert torch.equal(out, x * x.sum())

@@ -1,6 +1,7 @@
 """Who computes an operator: the reference or the Triton kernels."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
@@ -21,6 +22,7 @@ from longtake.kernels.backend import (
     runs_triton,
 )
 from longtake.kernels.cam import reference as cam_reference
+from longtake.kernels.fitting import fitted
 from longtake.kernels.gdn import reference as gdn_reference
 
 pytestmark = pytest.mark.skipif(not TRITON_INSTALLED, reason="triton is not installed")
@@ -90,6 +92,40 @@ def test_kernels_that_do_not_fit_are_a_backend_error() -> None:
 
     with pytest.raises(BackendError, match="do not fit"), on_device_of(torch.empty(0, device=DEVICE)):
         raise OutOfResources(262144, 232448, "shared memory")
+
+
+class Crowded:
+    """A kernel that fits with four warps, or with none."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.tried = most, list[int]()
+        self.fn = self.__init__
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*arguments: int, num_warps: int, **modes: int) -> None:
+            from triton.runtime.errors import OutOfResources
+
+            self.tried.append(num_warps)
+            if num_warps > self.most:
+                raise OutOfResources(32 * num_warps, 32 * self.most, "threads")
+
+        return launch
+
+
+def test_fewer_warps_are_decided_once_for_what_is_compiled_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    kernel = Crowded(most=4)
+    for mode in (1, 1, 2):
+        fitted(kernel, DEVICE)[2, 1](7, D=mode, size=mode, num_warps=16)
+    assert kernel.tried == [16, 8, 4, 4, 16, 8, 4]
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 4
+    assert "with 4 warps" in caplog.messages[1]
+
+
+def test_a_kernel_for_which_no_warps_are_few_enough_is_a_backend_error() -> None:
+    kernel = Crowded(most=0)
+    with pytest.raises(BackendError, match="do not fit"), on_device_of(torch.empty(0, device=DEVICE)):
+        fitted(kernel, DEVICE)[(1,)](num_warps=4)
+    assert kernel.tried == [4, 2, 1]
 
 
 def test_downscale_always_runs_the_reference() -> None:

@@ -4,10 +4,10 @@ import gradients
 import pytest
 import torch
 from kernel_checks import BF16, DEVICE, FP16, FP32, GPU, REAL, Shape, assert_as_good, assert_same_bits, mapped, name_of
-from scan_modes import SCANS, Arguments, draw
+from scan_modes import SCANS, Arguments, draw, draw_rms
 from torch import Tensor
 
-from longtake.kernels import BackendError, GdnState, Precision
+from longtake.kernels import BackendError, Precision
 from longtake.kernels.scan import training
 
 SMALL, TINY = Shape(1, 3, 7, 2, 16), Shape(1, 3, 2, 2, 16)
@@ -45,6 +45,7 @@ EVERYTHING = {
     "branch": "both weights state chunks",
 }
 each_scan = pytest.mark.parametrize("name", SCANS)
+each_backend = pytest.mark.parametrize("backend", ["reference", "triton"])
 
 
 def wanted(found: dict[str, Tensor], truth: dict[str, Tensor]) -> tuple[Tensor, ...]:
@@ -152,18 +153,39 @@ def test_what_nothing_comes_back_to_counts_as_zero(result: int) -> None:
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_what_no_gradient_can_pass_is_refused_by_name() -> None:
-    x = draw("gdn", TINY, FP32, "both given turned state")
+GIVEN = [("gdn", "both given"), ("gdn", "both full others"), ("branch", "given")]
+
+
+@each_backend
+@pytest.mark.parametrize(("name", "features"), GIVEN)
+def test_an_inverse_rms_is_refused_where_a_gradient_is_wanted(name: str, features: str, backend: str) -> None:
+    x = draw(name, TINY, FP32, features)
+    if "reverse" in x:
+        x["reverse"] = x["reverse"]._replace(inverse_rms=draw_rms(TINY))
     x["q"].requires_grad_()
     with pytest.raises(ValueError, match="inverse_rms is given where a gradient is wanted"):
-        SCANS["gdn"].public(**x, backend="triton")
-    x |= {"inverse_rms": None, "out_state": GdnState(*mapped(Tensor.clone, x["initial_state"]))}
+        SCANS[name].public(**x, backend=backend)
+    with torch.no_grad():
+        SCANS[name].public(**x, backend=backend)
+
+
+@each_backend
+@each_scan
+def test_an_out_state_is_refused_where_a_gradient_is_wanted(name: str, backend: str) -> None:
+    x = draw(name, TINY, FP32, "both state")
+    x |= {"q": x["q"].requires_grad_(), "out_state": mapped(torch.zeros_like, x["initial_state"])}
     with pytest.raises(ValueError, match="out_state is written in place"):
-        SCANS["gdn"].public(**x, backend="triton")
-    x |= {"out_state": None, "cos": x["cos"].requires_grad_()}
-    with pytest.raises(BackendError, match="they give no gradient"):
-        SCANS["gdn"].public(**x, backend="triton")
-    SCANS["gdn"].public(**x).out.sum().backward()
+        SCANS[name].public(**x, backend=backend)
+    assert not any(y.any() for y in gradients.tensors(x["out_state"]))
+
+
+def test_gradients_of_tables_come_from_the_reference_alone() -> None:
+    x = draw("gdn", TINY, FP32, "both full turned state")
+    x["cos"].requires_grad_()
+    for backward in (None, "reference"):
+        with pytest.raises(BackendError, match="they give no gradient"):
+            SCANS["gdn"].public(**x, backend="triton", backward=backward)
+    SCANS["gdn"].public(**x, backward="reference").out.sum().backward()
     assert x["cos"].grad is not None
 
 

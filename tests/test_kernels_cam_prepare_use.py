@@ -84,6 +84,7 @@ def zeros(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
         pytest.param({"sin": zeros(5, 10)}, "sin must be", id="short-sin"),
         pytest.param({"cos": zeros(3, 6, 10)}, "cos must be", id="cos-of-another-batch"),
         pytest.param({"norm": "layer"}, "norm is one of", id="unknown-norm"),
+        pytest.param({"norm_eps": float("inf")}, "norm_eps must be finite", id="endless-eps"),
         pytest.param({"norm": "none"}, "q_weight", id="weight-without-a-norm"),
         pytest.param({"k_weight": zeros(40)}, "k_weight must be", id="weight-of-one-head"),
         pytest.param({"k_weight": zeros(120, dtype=FP16)}, "k_weight must be", id="weight-in-fp16"),

@@ -32,11 +32,15 @@ MISFITS: dict[str, tuple[str, Changes, str]] = {
     ),
     "a-list-as-slots": ("gdn", lambda x: {"slots": [1, 0]}, "slots must be a tensor"),
     "fractions-as-starts": ("gdn", lambda x: {"chunk_starts": [0, 1.5]}, "whole numbers"),
-    "a-gdn-state-for-the-camera": (
-        "cam",
-        lambda x: {"initial_state": GdnState(x["initial_state"], x["initial_state"])},
-        "initial_state must be a tensor",
-    ),
+    **{
+        f"a-gdn-state-as-{state}-of-{scan}": (
+            scan,
+            lambda x, state=state: {state: GdnState(x["initial_state"], x["initial_state"])},
+            f"{state} must be a tensor",
+        )
+        for scan in ("cam", "branch")
+        for state in ("initial_state", "out_state")
+    },
     "a-state-of-other-heads": ("cam", lambda x: {"initial_state": x["initial_state"][:, :0]}, "initial_state must be"),
     "one-inverse-rms-for-the-branch": ("branch", lambda x: {"inverse_rms": (x["q"],)}, "inverse_rms must be two"),
 }

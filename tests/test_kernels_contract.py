@@ -5,11 +5,13 @@ from importlib import import_module
 
 import pytest
 import torch
-from kernel_checks import BF16, DEVICE, FP32, GPU, Shape, assert_same_bits, mapped, tensors
-from scan_modes import SCANS, Arguments, draw, run
+from kernel_checks import BF16, DEVICE, FP16, FP32, GPU, Shape, assert_same_bits, mapped, tensors
+from scan_modes import SCANS, Arguments, draw, draw_state, run
 from torch import Tensor
 
+from longtake.kernels import GdnState, gdn_scan
 from longtake.kernels.backend import BackendError
+from longtake.kernels.checks import check_memory
 
 ONE, TWO = Shape(1, 1, 1, 1, 16), Shape(2, 1, 1, 2, 16)
 OPERATORS = {"gdn": ("gdn", "gdn_scan"), "cam": ("cam", "cam_scan"), "branch": ("cam", "cam_branch")}
@@ -117,6 +119,14 @@ def test_only_the_reference_takes_float64(name: str) -> None:
     assert all(y.dtype == torch.float64 for y in tensors(SCANS[name].public(**wide)))
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@each_scan
+def test_gates_may_be_of_any_float(name: str, dtype: torch.dtype) -> None:
+    x = draw(name, TWO, FP32, "both")
+    gates = {key: x[key].to(dtype) for key in ("beta", "decay")}
+    assert_same_bits(run(name, x | gates), run(name, x | mapped(Tensor.float, gates)))
+
+
 Change = Callable[[Arguments], Arguments]
 MISFITS: dict[str, tuple[str, Change, str]] = {
     "direction": ("both", lambda x: {"direction": "backward"}, "direction is one of"),
@@ -155,6 +165,61 @@ def test_misfits_are_refused_by_name(name: str, misfit: str, backend: str) -> No
         SCANS[name].public(**(x | {"direction": direction} | change(x)), backend=backend)
 
 
+@pytest.mark.parametrize(
+    ("name", "features"), [("gdn", ""), ("cam", ""), ("cam", "frame-beta"), ("branch", ""), ("branch", "frame-beta")]
+)
+@each_backend
+def test_a_decay_of_too_many_frames_is_named(name: str, features: str, backend: str) -> None:
+    x = draw(name, Shape(1, 2, 3, 1, 16), FP32, features)
+    with pytest.raises(ValueError, match=r"decay must be \(1, 1, 2\) beside beta"):
+        SCANS[name].public(**x | {"decay": torch.ones(1, 1, 6, device=DEVICE)}, backend=backend)
+
+
+def rows_of_one_pool(name: str) -> tuple[object, object, object]:
+    """Five rows of a state, the first two of them, and the last two but one."""
+    pool = draw_state(TWO, 5)
+    parts = pool if name == "gdn" else pool.kv
+    return parts, mapped(lambda y: y[:2], parts), mapped(lambda y: y[1:3], parts)
+
+
+@each_backend
+@each_scan
+def test_states_that_overlap_in_part_are_refused_and_not_written(name: str, backend: str) -> None:
+    pool, initial, out = rows_of_one_pool(name)
+    before = mapped(Tensor.clone, pool)
+    x = draw(name, TWO, FP32, "both") | {"initial_state": initial, "out_state": out}
+    with pytest.raises(ValueError, match="out_state may be initial_state itself or share no memory with it"):
+        SCANS[name].public(**x, backend=backend)
+    assert_same_bits(tensors(pool), tensors(before))
+
+
+@each_backend
+@each_scan
+def test_states_may_be_neighbours_or_the_same_rows(name: str, backend: str) -> None:
+    pool, initial, _ = rows_of_one_pool(name)
+    x = draw(name, TWO, FP32, "both") | {"initial_state": initial}
+    expected = tensors(SCANS[name].public(**x, backend=backend))
+    for rows in (slice(2, 4), slice(0, 2)):
+        x["out_state"] = mapped(lambda y, rows=rows: y[rows], pool)
+        assert_same_bits(tensors(SCANS[name].public(**x, backend=backend)), expected)
+
+
+@each_backend
+def test_the_parts_of_a_state_share_no_memory(backend: str) -> None:
+    x, (kv, z) = draw("gdn", TWO, FP32, "both"), draw_state(TWO)
+    inside = kv.flatten()[-z.numel() :].view_as(z)
+    with pytest.raises(ValueError, match="kv and z of out_state must share no memory"):
+        gdn_scan(**x, out_state=GdnState(kv, inside), backend=backend)
+    with pytest.raises(ValueError, match="out_state may be initial_state itself"):
+        gdn_scan(**x, initial_state=GdnState(kv, inside), out_state=GdnState(kv, z), backend=backend)
+
+
+def test_states_without_memory_do_not_overlap() -> None:
+    initial, out = (mapped(lambda y: y.to("meta"), draw_state(TWO)) for _ in range(2))
+    check_memory(initial, out)
+
+
+NO_EPS = (-1e-8, float("nan"), float("inf"))
 GDN_MISFITS: dict[str, tuple[Change, str]] = {
     "norm": (lambda x: {"norm": "layer"}, "norm is one of"),
     "weight-without-norm": (lambda x: {"q_weight": torch.ones(32, device=DEVICE)}, "q_weight needs a norm"),
@@ -166,6 +231,7 @@ GDN_MISFITS: dict[str, tuple[Change, str]] = {
     "short-tables": (lambda x: dict.fromkeys(("cos", "sin"), torch.ones(2, 8, device=DEVICE)), "cos must be"),
     "gate-without-eps": (lambda x: {"gate": x["v"]}, "gate needs eps"),
     "gate-of-another-shape": (lambda x: {"gate": x["v"][:1], "eps": 1.0}, "gate must be"),
+    **{f"eps-of-{eps}": (lambda x, eps=eps: {"eps": eps}, "eps must be finite") for eps in NO_EPS},
     "kv-without-z": (
         lambda x: {"initial_state": x["initial_state"]._replace(z=None)},
         "kv and z of initial_state come together",
@@ -180,3 +246,13 @@ def test_misfits_of_the_gated_delta_rule_are_refused_by_name(misfit: str, backen
     x = draw("gdn", TWO, FP32, "both state")
     with pytest.raises(ValueError, match=message):
         SCANS["gdn"].public(**(x | change(x)), backend=backend)
+
+
+@pytest.mark.parametrize("eps", NO_EPS)
+@each_backend
+@pytest.mark.parametrize(("name", "features"), [("gdn", "both"), ("gdn", "both full"), ("branch", "both")])
+def test_a_norm_refuses_an_eps_that_is_not_finite_or_negative(
+    name: str, features: str, backend: str, eps: float
+) -> None:
+    with pytest.raises(ValueError, match="norm_eps must be finite and not negative"):
+        SCANS[name].public(**draw(name, ONE, FP32, features), norm_eps=eps, backend=backend)

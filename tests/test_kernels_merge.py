@@ -101,6 +101,8 @@ GATE = READS["gate"]
         pytest.param({"reverse": (NUMERATOR, DENOMINATOR.double())}, "reverse denominator must be one of", id="fp64"),
         pytest.param({"reverse": (NUMERATOR.mT.contiguous().mT, DENOMINATOR)}, "must be contiguous", id="strided"),
         pytest.param({"gate": GATE[..., :8]}, "gate must be", id="narrow-gate"),
+        pytest.param({"eps": float("nan")}, "eps must be finite", id="eps-of-nan"),
+        pytest.param({"eps": -1e-8}, "eps must be finite", id="negative-eps"),
         pytest.param({"gate": GATE.mT.contiguous().mT}, "gate must be contiguous", id="strided-gate"),
     ],
 )

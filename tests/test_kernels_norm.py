@@ -76,6 +76,13 @@ def test_misfits_are_refused(backend: str, q: Tensor, k: Tensor, message: str) -
         inverse_rms(q, k, eps=1e-5, backend=backend)
 
 
+@pytest.mark.parametrize("eps", [-1e-5, float("nan"), float("inf")])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_eps_that_is_negative_or_not_finite_is_refused(backend: str, eps: float) -> None:
+    with pytest.raises(ValueError, match="eps must be finite and not negative"):
+        inverse_rms(Q, Q, eps=eps, backend=backend)
+
+
 @pytest.mark.parametrize("dim", [12, 136])
 def test_head_dims_beyond_the_kernel_are_refused(dim: int) -> None:
     with pytest.raises(ValueError, match="head dim must be"):

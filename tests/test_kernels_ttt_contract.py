@@ -160,8 +160,12 @@ MISFITS = {
     "eta-by-head": ({"eta": Q[:, 0, :, 0]}, "eta must be a number, "),
     "eta-by-entry": ({"eta": Q}, "eta must be a number, "),
     "eta-of-integers": ({"eta": Q[..., 0].long()}, "eta must be one of"),
-    "no-scale": ({"scale": 0.0}, "scale must be positive"),
-    "negative-eps": ({"eps": -1e-6}, "eps must not be negative"),
+    "no-scale": ({"scale": 0.0}, "scale must be finite and positive"),
+    "endless-scale": ({"scale": float("inf")}, "scale must be finite and positive"),
+    **{
+        f"eps-of-{eps}": ({"eps": eps}, "eps must be finite and positive")
+        for eps in (0.0, -1e-6, float("nan"), float("inf"))
+    },
     "short-chunks": ({"chunk_size": 8}, "chunk_size must be a power of two"),
     "odd-chunks": ({"chunk_size": 48}, "chunk_size must be a power of two"),
     "one-state": ({"initial_state_bias": None}, "come together"),

@@ -86,3 +86,11 @@ def test_the_demo_begins_in_a_scene_that_can_be_drawn_again() -> None:
     picture, _, prompt = draw_scene(int(FIRST_FRAME[6:8]), 1, np.concatenate([np.eye(4)[None], poses]))
     assert np.abs(pixels(ASSETS / FIRST_FRAME).astype(int) - picture).mean() < 0.5
     assert BEGINNING["prompt"] == prompt
+
+
+def test_a_path_is_either_walked_or_drawn(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "longtake.server", "scene", "--frames", "30", "--actions", "w-24"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "either --actions or --frames" in done.stdout + done.stderr
+    assert not list(tmp_path.iterdir())

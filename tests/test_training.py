@@ -22,11 +22,11 @@ from longtake.server.model.weights import WeightsError, build_transformer, untra
 from longtake.server.model.world import ChunkCamera
 from longtake.training.clips import WORDS, ClipPool, clip_geometry, draw_clips, late_tables, to_pixels
 from longtake.training.fusion import fuse
-from longtake.training.generation import CameraPath, takes
+from longtake.training.generation import CameraPath, Forget, takes
 from longtake.training.losses import WorldLoss, shifted, vae_loss
 from longtake.training.optimiser import BETAS, MasterWeights
 from longtake.training.stage import Stage, all_stages
-from longtake.training.train import learning_rate, progress_of, run
+from longtake.training.train import learning_rate, main, progress_of, run
 
 CPU = torch.device("cpu")
 
@@ -185,6 +185,21 @@ def test_takes_are_what_the_server_makes(untrained_vae: CausalVideoVAE, tmp_path
         assert np.abs(out.frames.astype(int) - made[0].numpy()).max() <= 1
 
 
+@pytest.mark.parametrize("forget", ["scans", "everything"])
+def test_what_is_forgotten_changes_the_chunks_after_the_first(
+    forget: Forget, untrained_vae: CausalVideoVAE, tmp_path: Path
+) -> None:
+    words = torch.randn(len(WORDS.words), TINY_WORLD.caption_channels)
+    weights = untrained_weights(TINY_WORLD, 0)
+    save_bundle(tmp_path, weights, untrained_vae.state_dict(), words, WORDS.words, Familiarity(30.0, 20.0))
+    clips, model = draw_clips(1, 3, 49, CPU, "walk", shown=[0]), load_bundle(tmp_path)
+    path = CameraPath(clips.poses, clips.intrinsics)
+    whole, less = (
+        list(takes(model, clips.frames[:, 0], path, clips.captions, 0, forget=what)) for what in (None, forget)
+    )
+    assert [torch.equal(a, b) for a, b in zip(whole, less, strict=True)] == [True, False]
+
+
 def test_training_goes_on_with_the_same_words_only(untrained_vae: CausalVideoVAE, tmp_path: Path) -> None:
     words = ("", *reversed(WORDS.words[1:]))
     vectors = torch.randn(len(words), TINY_WORLD.caption_channels)
@@ -212,6 +227,21 @@ def test_a_stage_that_makes_no_sense_is_refused(wrong: dict[str, object]) -> Non
     right = {"part": "vae", "minutes": 1, "batch": 1, "chunks": 1, "rate": 1e-3}
     with pytest.raises(ValidationError):
         Stage.model_validate(right | wrong)
+
+
+@pytest.mark.parametrize("text", ["part = ", 'part = "other"', None])
+def test_the_command_names_a_configuration_that_is_none(
+    text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "stage.toml"
+    if text is not None:
+        file.write_text(text)
+    monkeypatch.setattr("sys.argv", ["train", "--config", str(file), "--weights", str(tmp_path / "weights")])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    assert "stage.toml" in capsys.readouterr().err
+    assert not (tmp_path / "weights").exists()
 
 
 def test_rates_rise_and_fall() -> None:

@@ -19,7 +19,7 @@ from longtake.server.model.bundle import Bundle, load_bundle
 from longtake.server.model.vae import to_uint8
 from longtake.training.clips import Clips, draw_clips, to_pixels
 from longtake.training.generation import CameraPath, Forget, takes
-from longtake.training.measures import colours, psnr, registered, sharpness
+from longtake.training.measures import WIDEST, colours, psnr, registered, sharpness
 from longtake.training.pictures import save_rows
 from longtake.training.train import WEIGHTS
 
@@ -111,26 +111,29 @@ def following(judge: Judge) -> Iterator[Row]:
     Beside it the same of takes that stand still: what a model scores that follows nothing.
     """
     clips = judge.clips(CHUNKS)
-    found, still = (
-        rotations(clips, judge.play(clips)),
-        rotations(clips, clips.frames[:, :1].expand_as(clips.frames)[:, 1:]),
-    )
+    made, copied = judge.play(clips), clips.frames[:, :1].expand_as(clips.frames)[:, 1:]
+    (found, lost), (still, _) = rotations(clips, made), rotations(clips, copied)
     yield Row(
         f"rotation error a chunk of {judge.count} takes, registered against the renderer; beside it, standing still",
-        f"{mean(found):.2f}° (median {float(found.median()):.2f}°); {mean(still):.2f}°",
+        f"{mean(found):.2f}° (median {float(found.median()):.2f}°, {lost} of {found.numel()} at the rim of what is "
+        f"searched); {mean(still):.2f}°",
         "3°",
     )
 
 
-def rotations(clips: Clips, made: Tensor) -> Tensor:
-    """Degrees by which the registered rotation off the true pose moves in each chunk, [K,B]."""
-    off, errors = torch.zeros(len(made), 2, device=made.device), []
+def rotations(clips: Clips, made: Tensor) -> tuple[Tensor, int]:
+    """Degrees by which the registered rotation off the true pose moves in each chunk, [K,B].
+
+    Also how many registrations ended at the rim of what is searched, where the error may be larger than what is found.
+    """
+    off, errors, lost = torch.zeros(len(made), 2, device=made.device), [], 0
     for chunk in range(1, CHUNKS + 1):
         frame = CHUNK_FRAMES * chunk
         now = registered(clips.scenes, made[:, frame - 1], clips.poses[:, frame], clips.intrinsics)
         errors.append(torch.rad2deg((now - off).norm(dim=1)))
+        lost += int((now.abs().amax(1) >= WIDEST).sum())
         off = now
-    return torch.stack(errors)
+    return torch.stack(errors), lost
 
 
 def memory(judge: Judge) -> Iterator[Row]:
@@ -177,12 +180,14 @@ def main() -> None:
     """Measure, print, and with --record append to benchmarks/RESULTS.md."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", type=Path, default=WEIGHTS, help=f"folder of the model; default: {WEIGHTS}")
-    parser.add_argument("--scenes", type=int, default=SCENES)
+    parser.add_argument("--scenes", type=int, default=SCENES, help="how many, at least 2")
     parser.add_argument("--pictures", type=Path, help="folder for contact sheets")
     parser.add_argument("--only", choices=("fidelity", "following", "memory", "drift"), action="append")
     parser.add_argument("--record", action="store_true", help="append the rows to benchmarks/RESULTS.md")
     parser.add_argument("--commit", help="what is measured, where git can not tell")
     arguments = parser.parse_args()
+    if arguments.scenes < 2:
+        parser.error("--scenes must be at least 2: each path is compared with that of another scene")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_float32_matmul_precision("high")
     model = load_bundle(arguments.weights, device)

@@ -114,9 +114,12 @@ def main() -> None:
         return
     if arguments.steps is not None and arguments.steps < 1:
         parser.error("--steps must be at least 1")
-    stage = read_stage(arguments.config)
-    if arguments.minutes is not None:
-        stage = Stage.model_validate(stage.model_dump() | {"minutes": arguments.minutes})
+    try:
+        stage = read_stage(arguments.config)
+        if arguments.minutes is not None:
+            stage = Stage.model_validate(stage.model_dump() | {"minutes": arguments.minutes})
+    except (OSError, ValueError) as error:  # those of tomllib and pydantic are ValueErrors
+        parser.error(f"{arguments.config}: {error}")
     run(arguments.config.stem, stage, arguments.weights, arguments.steps, lambda line: print(line, flush=True))
 
 

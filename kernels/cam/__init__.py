@@ -57,7 +57,7 @@ def cam_scan(
             negative. decay: [B,H,F] in [0,1].
         direction, slots, chunk_starts: as in `gdn_scan`. reverse: likewise, without inverse RMS.
         initial_state: memory of the frames before, [B,H,D,D] rows = key dim, or a pool [slots,H,D,D]; None: empty.
-        out_state: takes the final state; may be `initial_state`.
+        out_state: takes the final state; may be `initial_state`, else shares no memory with it.
         precision: of the Triton kernels' products; the reference computes in fp32 or better.
         backend: "reference", or "triton" with D % 8 = 0 and D ≤ 128; None: as LONGTAKE_KERNELS or the device says.
         backward: as in `gdn_scan`.
@@ -68,19 +68,20 @@ def cam_scan(
         float64 input).
 
     Raises:
-        ValueError: an argument has a wrong shape, dtype, device or layout, or does not go with another one.
+        ValueError: an argument has a wrong shape, dtype, device, layout or value, or does not go with another one.
         BackendError: `backend` or `precision` is unknown, or can not run here or on these tensors.
     """
     check_precision(precision)
     inputs = ScanInputs(q, k, v, beta, decay)
     check_reverse(reverse)
-    for name, state in (("initial_state", initial_state), ("out_state", out_state)):
-        if state is not None:
-            require_tensor(name, state)
+    _require_tensors(initial_state=initial_state, out_state=out_state)
     others = (None,) * 5 if reverse is None else reverse[:5]
     present = [x for x in (*inputs[:5], initial_state, out_state, *others) if x is not None]
     runs = runs_triton(backend, *present, dim=q.shape[-1], trained=present)
     check_backward(backward, runs=runs)
+    differentiated = wants_gradient(*present)
+    if differentiated:
+        check_trained((), out_state)
     if not runs:
         return reference.cam_scan(
             q,
@@ -98,10 +99,9 @@ def cam_scan(
     check_scan(q, k, v, beta, decay, frame_beta=True)
     check_cam(inputs, direction, initial_state, out_state, slots, reverse)
     first = starts(chunk_starts, decay.shape[2], q.device)
-    if wants_gradient(*present):
+    if differentiated:
         from longtake.kernels.cam import training
 
-        check_trained((), out_state)
         walk = training.Walk(direction, initial_state, slots, first, precision, backward)
         return training.cam_scan(inputs, None if reverse is None else inputs.replaced(reverse), walk)
     from longtake.kernels.cam import ops
@@ -150,24 +150,28 @@ def cam_branch(
         discount: divide β by the growth of the keys. output_transform: return into each token's own ray frame.
         precision: of the Triton kernels' products; the reference computes in fp32 or better.
         backend: "reference", or "triton" with D % 8 = 0 and D ≤ 128; None: as LONGTAKE_KERNELS or the device says.
-        backward: as in `gdn_scan`; the reference also gives the gradients of the projections.
+        backward: as in `gdn_scan`; gradients of the projections come as those of `cos` and `sin` do.
         None of the arguments but `out_state` is changed.
 
     Returns:
         out [B,N,H,D] in the dtype of v, and the state as in `cam_scan`.
 
     Raises:
-        ValueError: an argument has a wrong shape, dtype, device or layout, or does not go with another one.
+        ValueError: an argument has a wrong shape, dtype, device, layout or value, or does not go with another one.
         BackendError: `backend` or `precision` is unknown, or can not run here or on these tensors.
     """
     check_precision(precision)
     positions, weights = (projection, projection_inverse, cos, sin), (q_weight, k_weight)
+    _require_tensors(initial_state=initial_state, out_state=out_state)
     rms = pair("inverse_rms", inverse_rms, "q and k")
     given = (q, k, v, beta, decay, *positions, *weights, *rms, initial_state, out_state)
     present = [x for x in given if x is not None]
     trained = [x for x in present if not any(x is y for y in positions)]
     runs = runs_triton(backend, *present, dim=q.shape[-1], trained=trained)
     check_backward(backward, runs=runs)
+    differentiated = wants_gradient(*present)
+    if differentiated:
+        check_trained((inverse_rms,), out_state)
     if not runs:
         return reference.cam_branch(
             q,
@@ -191,13 +195,12 @@ def cam_branch(
             chunk_starts=chunk_starts,
         )
     check_scan(q, k, v, beta, decay, frame_beta=True)
-    tables = check_prepare(q, k, v, *positions, norm, *weights, inverse_rms) or (None, None)
+    tables = check_prepare(q, k, v, *positions, norm, *weights, norm_eps, inverse_rms) or (None, None)
     check_cam(ScanInputs(q, k, v, beta, decay), direction, initial_state, out_state, slots, None)
     first = starts(chunk_starts, decay.shape[2], q.device)
-    if wants_gradient(*trained):
+    if differentiated:
         from longtake.kernels.cam import training
 
-        check_trained((inverse_rms,), out_state)
         activation = Activation(norm, weights, norm_eps, None, relu=True, k_scale=k_scale)
         placed = Positions(training.camera_tables(tables[0], tables[1], q), (projection, projection_inverse))
         walk = training.Walk(direction, initial_state, slots, first, precision, backward)
@@ -225,6 +228,13 @@ def cam_branch(
         writes=writes,
     )
     return CamOutput(out, _state(state, out_state, direction))
+
+
+def _require_tensors(**states: Tensor | None) -> None:
+    """Raise `ValueError` for a state that is neither a tensor nor None: it has no normaliser beside it."""
+    for name, state in states.items():
+        if state is not None:
+            require_tensor(name, state)
 
 
 def _state(fresh: Tensor, out_state: Tensor | None, direction: Direction) -> Tensor | None:

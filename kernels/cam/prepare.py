@@ -51,7 +51,7 @@ def cam_prepare(
         BackendError: `backend` can not run.
     """
     positions = (projection, projection_inverse, cos, sin)
-    tables = check_prepare(q, k, v, *positions, norm, q_weight, k_weight, inverse_rms) or (None, None)
+    tables = check_prepare(q, k, v, *positions, norm, q_weight, k_weight, norm_eps, inverse_rms) or (None, None)
     given = (q, k, v, *positions, q_weight, k_weight, *(inverse_rms or ()))
     requested(backend)
     if downscale or not runs_triton(backend, *(x for x in given if x is not None), dim=q.shape[-1]):

@@ -53,13 +53,14 @@ def check_prepare(
     norm: str,
     q_weight: Tensor | None,
     k_weight: Tensor | None,
+    norm_eps: float,
     inverse_rms: tuple[Tensor, Tensor] | None,
 ) -> Tables:
     """Raise `ValueError` unless the arguments of `cam_prepare` fit; the tables as `pair_tables` gives them."""
     tables = _check_head("q", q, cos, sin, projection=projection, projection_inverse=projection_inverse)
     require_tokens("k", k, q)
     require_tokens("v", v, q)
-    check_norm(q, norm, q_weight, k_weight, inverse_rms)
+    check_norm(q, norm, q_weight, k_weight, norm_eps, inverse_rms)
     return tables
 
 
@@ -126,7 +127,7 @@ def cam_prepare(
 ) -> CamTokens:
     """As `prepare.cam_prepare`, in PyTorch."""
     positions = (projection, projection_inverse, cos, sin)
-    tables = check_prepare(q, k, v, *positions, norm, q_weight, k_weight, inverse_rms)
+    tables = check_prepare(q, k, v, *positions, norm, q_weight, k_weight, norm_eps, inverse_rms)
     q_inverse, k_inverse = inverse_rms or (None, None)
     q = rms_norm(q, q_weight, norm=norm, eps=norm_eps, inverse_rms=q_inverse)
     k = rms_norm(k, k_weight, norm=norm, eps=norm_eps, inverse_rms=k_inverse)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from longtake.kernels.cam.prepare_reference import cam_discount, cam_output, cam_prepare
-from longtake.kernels.checks import check_scan
+from longtake.kernels.checks import check_memory, check_scan
 from longtake.kernels.delta import (
     Direction,
     ReverseInputs,
@@ -48,6 +48,7 @@ def cam_scan(
     check_scan(q, k, v, beta, decay, frame_beta=True)
     inputs = ScanInputs(q, k, v, beta, decay)
     check_cam(inputs, direction, initial_state, out_state, slots, reverse)
+    check_memory((initial_state,), (out_state,))
     restarts = restart_mask(chunk_starts, decay.shape[2], q.device)
     batch, _, heads, dim = q.shape
     memory = load_state(initial_state, slots, (batch, heads, dim, dim), q)

@@ -14,7 +14,7 @@ from longtake.kernels.delta import Direction, ReverseInputs, ScanInputs, check_d
 from longtake.kernels.gdn import reference
 from longtake.kernels.gdn.gates import frame_gates
 from longtake.kernels.gdn.merge import gate_merge, gdn_merge
-from longtake.kernels.gdn.reference import GdnOutput, GdnState, Norm, check_gate, check_norm, gdn_prepare
+from longtake.kernels.gdn.reference import GdnOutput, GdnState, Norm, check_norm, check_quotient, gdn_prepare
 from longtake.kernels.gdn.short_conv import short_conv
 from longtake.kernels.rope import pair_tables
 from longtake.kernels.scan.configurations import Precision
@@ -77,16 +77,18 @@ def gdn_scan(
         gate: [B,N,H,D]; the quotient is multiplied by silu(gate).
         initial_state: memory of the frames before; None: empty. With `slots` int64 [B] states are pools
             [slots,H,D,D] and [slots,H,D], and batch entry b uses row slots[b].
-        out_state: takes the final state; may be `initial_state`. No two of its slots may be the same.
+        out_state: takes the final state; may be `initial_state`, else shares no memory with it. No two of its slots
+            may be the same.
         chunk_starts: first frames of the chunks, ascending from 0, int64 [C] or numbers: the reverse scan begins anew
-            in each, so that no frame reads a later chunk.
+            in each, so that no frame reads a later chunk. They mean nothing to a forward scan.
         reverse: other inputs of the reverse scan, with direction "both". With `chunk_starts` those at the first frame
             of every chunk but the first are never absorbed, whatever they hold.
         precision: of the Triton kernels' products; the reference computes in fp32 or better.
         backend: "reference", or "triton" with D % 8 = 0 and D ≤ 128; None: as LONGTAKE_KERNELS or the device says.
-        backward: of the backward pass of the Triton kernels, "triton" or "reference"; None: "triton". They give every
-            gradient but that of `cos` and `sin`, which the reference gives, compute the RMS norm themselves and write
-            no `out_state` where a gradient is wanted. Autocast changes nothing: products are of the `precision`.
+        backward: of the backward pass of the Triton kernels, "triton" or "reference"; None: "triton". Both give every
+            gradient but that of `cos` and `sin`, which a call gives that runs the reference forward too. `inverse_rms`
+            and `out_state` are refused where a gradient is wanted. Autocast changes nothing: products are of the
+            `precision`.
         None of the arguments but `out_state` is changed.
 
     Returns:
@@ -95,7 +97,7 @@ def gdn_scan(
         reverse. All contiguous.
 
     Raises:
-        ValueError: an argument has a wrong shape, dtype, device or layout, or does not go with another one.
+        ValueError: an argument has a wrong shape, dtype, device, layout or value, or does not go with another one.
         BackendError: `backend` or `precision` is unknown, or can not run here or on these tensors.
     """
     check_precision(precision)
@@ -110,6 +112,9 @@ def gdn_scan(
     trained = [x for x in present if x is not cos and x is not sin]
     runs = runs_triton(backend, *present, dim=q.shape[-1], trained=trained)
     check_backward(backward, runs=runs)
+    differentiated = wants_gradient(*present)
+    if differentiated:
+        check_trained((inverse_rms, back.inverse_rms), out_state)
     if not runs:
         return reference.gdn_scan(
             q,
@@ -136,16 +141,15 @@ def gdn_scan(
         )
     check_scan(q, k, v, beta, decay)
     check_direction(direction, inputs, reverse)
-    check_norm(q, norm, q_weight, k_weight, inverse_rms)
-    check_norm(q, norm, None, None, back.inverse_rms)
-    check_gate(gate, eps, q)
+    check_norm(q, norm, q_weight, k_weight, norm_eps, inverse_rms)
+    check_norm(q, norm, None, None, norm_eps, back.inverse_rms)
+    check_quotient(gate, eps, q)
     check_states(q, direction, initial_state, out_state, slots)
     tables = pair_tables(cos, sin, q, q.shape[-1])
     first = starts(chunk_starts, decay.shape[2], q.device)
-    if wants_gradient(*given):
+    if differentiated:
         from longtake.kernels.gdn import training
 
-        check_trained((inverse_rms, back.inverse_rms), out_state)
         activation = Activation(norm, (q_weight, k_weight), norm_eps, None, relu=True, k_scale=k_scale)
         positions = None if tables is None else Positions(tables, None)
         shared = training.How(activation, positions, first, precision, backward)

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from longtake.kernels.backend import Backend, runs_triton
-from longtake.kernels.checks import FLOATS, FP32, require, require_pair
+from longtake.kernels.checks import FLOATS, FP32, require, require_eps, require_pair
 from longtake.kernels.delta import accumulation_dtype
 
 Reads = tuple[Tensor, Tensor]
@@ -52,12 +52,14 @@ def gdn_merge(
         [B,N,H,D], contiguous; float64 is computed by the reference only.
 
     Raises:
-        ValueError: a tensor has another shape, dtype or device than the numerator says, or is not contiguous.
+        ValueError: a tensor has another shape, dtype or device than the numerator says, or is not contiguous, or eps
+            is negative or not finite.
         BackendError: `backend` can not run.
     """
     numerator, _ = require_pair("forward", forward, "numerator and denominator")
     if numerator.ndim != 4:
         raise ValueError(f"the forward numerator must be [B,N,H,D], got {tuple(numerator.shape)}")
+    require_eps("eps", eps)
     if dtype is not None and dtype not in FLOATS:
         raise ValueError(f"dtype must be one of {FLOATS}, got {dtype}")
     reads = {"forward": forward} if reverse is None else {"forward": forward, "reverse": reverse}

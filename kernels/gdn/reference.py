@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from longtake.kernels.checks import FLOATS, WEIGHTS, check_scan, require, require_pair
+from longtake.kernels.checks import FLOATS, WEIGHTS, check_memory, check_scan, require, require_eps, require_pair
 from longtake.kernels.delta import (
     Direction,
     Frames,
@@ -53,11 +53,13 @@ def check_norm(
     norm: str,
     q_weight: Tensor | None,
     k_weight: Tensor | None,
+    norm_eps: float,
     inverse_rms: tuple[Tensor, Tensor] | None,
 ) -> None:
-    """Raise `ValueError` unless weights [H*D] come with a norm and inverse RMS [B,N] with the full one."""
+    """Raise `ValueError` unless weights [H*D] come with a norm, inverse RMS [B,N] with the full one, and eps is one."""
     if norm not in get_args(Norm):
         raise ValueError(f"norm is one of {get_args(Norm)}, got {norm!r}")
+    require_eps("norm_eps", norm_eps)
     for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
         if weight is None:
             continue
@@ -72,8 +74,10 @@ def check_norm(
         require(f"inverse_rms of {name}", scale, q.shape[:2], like=q)
 
 
-def check_gate(gate: Tensor | None, eps: float | None, q: Tensor) -> None:
-    """Raise `ValueError` unless a gate is [B,N,H,D] and comes with `eps`: it goes onto a quotient."""
+def check_quotient(gate: Tensor | None, eps: float | None, q: Tensor) -> None:
+    """Raise `ValueError` unless eps, if any, is one, and a gate [B,N,H,D] comes with it: it goes onto a quotient."""
+    if eps is not None:
+        require_eps("eps", eps)
     if gate is None:
         return
     if eps is None:
@@ -127,9 +131,9 @@ def gdn_prepare(
         q, k [B,N,H,D] fp32 (float64 for float64 input).
 
     Raises:
-        ValueError: weights or inverse RMS do not fit q or the norm.
+        ValueError: weights or inverse RMS do not fit q or the norm, or norm_eps is negative or not finite.
     """
-    check_norm(q, norm, q_weight, k_weight, inverse_rms)
+    check_norm(q, norm, q_weight, k_weight, norm_eps, inverse_rms)
     q_rms, k_rms = inverse_rms or (None, None)
     q = rms_norm(q, q_weight, norm=norm, eps=norm_eps, inverse_rms=q_rms).relu()
     return q, rms_norm(k, k_weight, norm=norm, eps=norm_eps, inverse_rms=k_rms).relu() * k_scale
@@ -163,8 +167,9 @@ def gdn_scan(
     check_scan(q, k, v, beta, decay)
     inputs = ScanInputs(q, k, v, beta, decay, inverse_rms)
     check_direction(direction, inputs, reverse)
-    check_gate(gate, eps, q)
+    check_quotient(gate, eps, q)
     check_states(q, direction, initial_state, out_state, slots)
+    check_memory(initial_state, out_state)
     tables, restarts = pair_tables(cos, sin, q, q.shape[-1]), restart_mask(chunk_starts, decay.shape[2], q.device)
     prepare = partial(gdn_prepare, norm=norm, q_weight=q_weight, k_weight=k_weight, norm_eps=norm_eps, k_scale=k_scale)
     ahead = _streams(inputs, prepare, tables)

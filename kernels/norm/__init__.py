@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from longtake.kernels.backend import Backend, runs_triton
-from longtake.kernels.checks import require_tokens
+from longtake.kernels.checks import require_eps, require_tokens
 from longtake.kernels.norm import reference
 
 __all__ = ["inverse_rms"]
@@ -20,13 +20,14 @@ def inverse_rms(q: Tensor, k: Tensor, *, eps: float, backend: Backend | None = N
         One scale a token for q and one for k, [B,N] each, fp32 (float64 for float64 input, reference only).
 
     Raises:
-        ValueError: q or k is no such tensor, or they differ in shape or device.
+        ValueError: q or k is no such tensor, they differ in shape or device, or eps is negative or not finite.
         BackendError: `backend` can not run.
     """
     if q.ndim != 4:
         raise ValueError(f"q must be [B,N,H,D], got {tuple(q.shape)}")
     require_tokens("q", q, q)
     require_tokens("k", k, q)
+    require_eps("eps", eps)
     if not runs_triton(backend, q, k, dim=q.shape[-1]):
         return reference.inverse_rms(q, k, eps=eps)
     from longtake.kernels.norm import triton

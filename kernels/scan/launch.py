@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from longtake.kernels.backend import BackendError
+from longtake.kernels.checks import check_memory
 from longtake.kernels.gdn.merge_triton import gdn_merge
 from longtake.kernels.scan.absorb import absorb
 from longtake.kernels.scan.configurations import Precision
@@ -70,11 +71,12 @@ def launch(scan: Scan, states: States, finish: Finish, reverse: Scan | None = No
     """Run a scan; `reverse`, whose direction is that, is a scan of other inputs whose reads are added.
 
     Raises:
-        ValueError: the kernels do not take the head dim.
+        ValueError: the kernels do not take the head dim, or the states overlap.
         BackendError: the GPU can not compute in this precision.
     """
     check_operands(scan.q, scan.k, scan.v)
     check_device(scan.precision, scan.q.device)
+    check_memory(states.initial, states.out)
     if reverse is None:
         return run(scan, states, finish)[0]
     found, _ = run(scan._replace(direction="forward"), states, Finish())

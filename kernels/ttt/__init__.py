@@ -43,7 +43,7 @@ def ttt_linear(
         q, k, v: [B,T,H,D] of one dtype, any views with unit stride in D; D a multiple of 8 up to 128.
         w, b: [H,D], weight and bias of the layer norm.
         eta: a number or tensor [] for all tokens, or [B,T,H] or [B,T,H,1].
-        scale: of the queries, positive; None: D^−½. eps: added to variances.
+        scale: of the queries, positive; None: D^−½. eps: added to variances, positive.
         chunk_size: C, a power of two from 16, which is part of the mathematics: a sequence may be cut, and its state
             handed on, at multiples of C only. The kernels take up to 64; in fp32 up to 32, beyond D = 64 up to 16.
         initial_state, initial_state_bias: h [N,H,D,D], rows = key dim, and hb [N,H,1,D], fp32, contiguous; None: zeros.

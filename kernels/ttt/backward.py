@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longtake.kernels.fitting import fitted
 from longtake.kernels.triton_tiles import aligned, dense, round_to, store_square, to_operand
 from longtake.kernels.ttt.tiles import (
     inner_step,
@@ -26,7 +27,38 @@ from longtake.kernels.ttt.tiles import (
     store_rows,
     store_vector,
 )
-from longtake.kernels.ttt.walk import SIZES, Operands, remember
+from longtake.kernels.ttt.walk import SIZES, Operands, walk
+
+
+@triton.jit
+def _load_tokens(
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, d_out: tl.tensor, token: tl.tensor, end: tl.tensor, q_token: int,
+    k_token: int, v_token: int, heads: int, D: tl.constexpr, SIDE: tl.constexpr, CHUNK: tl.constexpr,
+    OPERAND: tl.constexpr,
+) -> tl.tuple:  # fmt: skip
+    """k, q, v and the gradient of the outputs of a chunk of a head, [CHUNK,SIDE]."""
+    row = token + tl.arange(0, CHUNK)
+    key = load_operand(k, row, end, k_token, D, SIDE, OPERAND)
+    query = load_operand(q, row, end, q_token, D, SIDE, OPERAND)
+    value = load_rows(v, row, end, v_token, D, SIDE)
+    grad = load_rows(d_out, row, end, heads * D // 8, D, SIDE).to(tl.float32)
+    return key, query, value, grad
+
+
+@triton.jit
+def _load_rates(eta: tl.tensor, token: tl.tensor, end: tl.tensor, stride: int, CHUNK: tl.constexpr) -> tl.tuple:
+    """Rates of a chunk's tokens [CHUNK], and of the last of them."""
+    row = token + tl.arange(0, CHUNK)
+    last = tl.minimum(token + CHUNK, end) - 1
+    return tl.load(eta + row * stride, row < end, 0.0).to(tl.float32), tl.load(eta + last * stride).to(tl.float32)
+
+
+@triton.jit
+def _load_model(
+    states: tl.tensor, biases: tl.tensor, place: tl.tensor, D: tl.constexpr, SIDE: tl.constexpr, OPERAND: tl.constexpr
+) -> tl.tuple:
+    """State before a chunk and its bias."""
+    return load_square(states + place * D * D, D, SIDE, OPERAND), load_vector(biases + place * D, D, SIDE)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -68,7 +100,10 @@ def _reverse_kernel(
     CHUNK: tl.constexpr,
     OPERAND: tl.constexpr,
 ) -> None:
-    """Gradients of the states after every chunk of a head of a sequence, and of its initial state."""
+    """Gradients of the states after every chunk of a head of a sequence, and of its initial state.
+
+    What a chunk needs besides is loaded while the one after it is worked on.
+    """
     memory = tl.program_id(0).to(tl.int64)
     sequence, head = memory // heads, memory % heads
     batch, first, end, slot = span(cu_seqlens, sequence, tokens, CHUNK)
@@ -80,22 +115,30 @@ def _reverse_kernel(
     weight, offset = load_vector(w + head * D, D, SIDE), load_vector(b + head * D, D, SIDE)
     d_state = load_square(d_last_state + memory * D * D, D, SIDE, tl.float32)
     d_bias = load_vector(d_last_bias + memory * D, D, SIDE)
+    if first >= end:
+        store_square(d_initial_state + memory * D * D, d_state, D)
+        store_vector(d_initial_bias + memory * D, d_bias, D)
+        return
     begun = tl.cdiv(end - first, CHUNK) - 1
     token = first + begun * CHUNK
-    place = (slot + begun) * heads + head
+    place, first_place = (slot + begun) * heads + head, slot * heads + head
+    key, query, value, grad = _load_tokens(
+        q, k, v, d_out, token, end, q_token, k_token, v_token, heads, D, SIDE, CHUNK, OPERAND
+    )
+    rate, last_rate = _load_rates(eta, token, end, eta_token, CHUNK)
+    model, bias = _load_model(states, biases, place, D, SIDE, OPERAND)
     while token >= first:
+        ahead = tl.maximum(token - CHUNK, first)  # of the first chunk it is once more the first, which nobody uses
+        next_key, next_query, next_value, next_grad = _load_tokens(
+            q, k, v, d_out, ahead, end, q_token, k_token, v_token, heads, D, SIDE, CHUNK, OPERAND
+        )
+        next_rate, next_last_rate = _load_rates(eta, ahead, end, eta_token, CHUNK)
+        next_place = tl.maximum(place - heads, first_place)
+        next_model, next_bias = _load_model(states, biases, next_place, D, SIDE, OPERAND)
         d_model = to_operand(d_state, OPERAND, "ieee")
         store_square(d_states + place * D * D, d_model, D)
         store_vector(d_biases + place * D, d_bias, D)
         row = token + tl.arange(0, CHUNK)
-        key = load_operand(k, row, end, k_token, D, SIDE, OPERAND)
-        query = load_operand(q, row, end, q_token, D, SIDE, OPERAND)
-        value = load_rows(v, row, end, v_token, D, SIDE)
-        rate = tl.load(eta + row * eta_token, row < end, 0.0).to(tl.float32)
-        last_rate = tl.load(eta + (tl.minimum(token + CHUNK, end) - 1) * eta_token).to(tl.float32)
-        grad = load_rows(d_out, row, end, heads * D // 8, D, SIDE).to(tl.float32)
-        model = load_square(states + place * D * D, D, SIDE, OPERAND)
-        bias = load_vector(biases + place * D, D, SIDE)
         step, normal, inverse, error = inner_step(key, value, model, bias, weight, offset, row < end, eps, D)
         d_step = -last_rate * (tl.dot(key, d_model, input_precision="ieee") + d_bias[None, :])
         d_step -= product(tl.trans(seen_by(query, key, scale)), rate[:, None] * grad, OPERAND)
@@ -105,6 +148,8 @@ def _reverse_kernel(
         d_bias += tl.sum(grad, axis=0) + tl.sum(d_z, axis=0)
         token -= CHUNK
         place -= heads
+        key, query, value, grad = next_key, next_query, next_value, next_grad
+        rate, last_rate, model, bias = next_rate, next_last_rate, next_model, next_bias
     store_square(d_initial_state + memory * D * D, d_state, D)
     store_vector(d_initial_bias + memory * D, d_bias, D)
 
@@ -214,15 +259,16 @@ def differentiate(
     shape = x.v.shape
     d_out = x.v.new_zeros(shape) if d_out is None else d_out.contiguous()
     last = [y.zero_() if g is None else dense(g) for y, g in zip(x.states(x.sequences), (d_state, d_bias), strict=True)]
-    states, d_states, initial = remember(x), x.states(x.slots, x.q.dtype), x.states(x.sequences)
-    inputs = (*x[:6], x.cu_seqlens, *states, aligned(d_out))
-    _reverse_kernel[(x.sequences * shape[2],)](*inputs, *last, *d_states, *initial, *x.sizes, **x.modes)
+    walked, d_states, initial = walk(x), x.states(x.slots, x.q.dtype), x.states(x.sequences)
+    inputs = (*x[:6], x.cu_seqlens, walked.states, walked.biases, aligned(d_out))
+    reverse, tokens = (fitted(kernel, x.q.device) for kernel in (_reverse_kernel, _tokens_kernel))
+    reverse[(x.sequences * shape[2],)](*inputs, *last, *d_states, *initial, *x.sizes, **x.modes)
     if not any(wanted[:6]):
         return *[None] * 6, *initial
     d_tokens = [x.v.new_empty(shape) if want else None for want in wanted[:3]]
     d_eta = x.q.new_empty(shape[:3], dtype=torch.float32) if wanted[5] else None
     shares = [x.q.new_empty((x.slots, *shape[2:]), dtype=torch.float32) for _ in range(2)]
     results = (*d_tokens, d_eta, *shares)
-    _tokens_kernel[(x.slots * shape[2],)](*inputs, *d_states, *results, x.sequences, *x.sizes, **x.modes)
+    tokens[(x.slots * shape[2],)](*inputs, *d_states, *results, x.sequences, *x.sizes, **x.modes)
     d_w, d_b = (share.sum(0) for share in shares)
     return *d_tokens, d_w, d_b, d_eta, *initial

@@ -1,5 +1,6 @@
 """What the TTT-linear operator reads, checked."""
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -77,10 +78,9 @@ def _check_tokens(x: TttInputs) -> None:
 
 
 def _check_numbers(x: TttInputs) -> None:
-    if not x.scale > 0:
-        raise ValueError(f"scale must be positive, got {x.scale}")
-    if not x.eps >= 0:
-        raise ValueError(f"eps must not be negative, got {x.eps}")
+    for name, number in (("scale", x.scale), ("eps", x.eps)):
+        if not 0 < number < math.inf:
+            raise ValueError(f"{name} must be finite and positive, got {number}")
     size = x.chunk_size
     if not isinstance(size, int) or size < MIN_CHUNK or size & (size - 1):
         raise ValueError(f"chunk_size must be a power of two, {MIN_CHUNK} at least, got {size}")

@@ -11,6 +11,7 @@ from longtake.kernels.operators import reference_gradients
 from longtake.kernels.ttt import backward as kernels_backward
 from longtake.kernels.ttt import reference
 from longtake.kernels.ttt.inputs import TttInputs
+from longtake.kernels.ttt.read import read
 from longtake.kernels.ttt.walk import operands, walk
 
 DIFFERENTIABLE, TENSORS = 8, 9
@@ -37,7 +38,9 @@ def ttt_scan(
     states = initial_state, initial_state_bias
     x = TttInputs(q, k, v, w, b, eta, *states, cu_seqlens, scale, eps, chunk_size)
     with on_device_of(q):
-        return walk(operands(x))
+        taken = operands(x)
+        walked = walk(taken)
+        return read(taken, walked.states, walked.biases), walked.last_state, walked.last_bias
 
 
 @ttt_scan.register_fake

@@ -1,19 +1,22 @@
-"""Triton kernel of TTT-linear forward: a program walks through the chunks of one head of a sequence."""
+"""Triton kernel of TTT-linear forward: a program walks through the chunks of one head of a sequence.
 
-from typing import NamedTuple
+It only learns, since every step waits for the one before, and leaves the states; what tokens read of them comes after.
+"""
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from longtake.kernels.fitting import fitted
 from longtake.kernels.triton_tiles import (
     TRITON_TYPES,
     aligned,
     dense,
     octet_strides,
     padded,
-    round_to,
     store_square,
     to_operand,
 )
@@ -25,9 +28,7 @@ from longtake.kernels.ttt.tiles import (
     load_square,
     load_vector,
     product,
-    seen_by,
     span,
-    store_rows,
     store_vector,
 )
 
@@ -37,9 +38,15 @@ SIZES = [
 ]  # fmt: skip
 
 
+@triton.jit
+def _last_rate(eta: tl.tensor, stop: tl.tensor, end: tl.tensor, stride: int) -> tl.tensor:
+    """Rate of the last token before `stop`, or of the last of all; a sequence of none has any."""
+    last = tl.minimum(stop, end) - 1
+    return tl.load(eta + last * stride, last >= 0, 0.0).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=SIZES)
 def _walk_kernel(
-    q: tl.tensor,
     k: tl.tensor,
     v: tl.tensor,
     eta: tl.tensor,
@@ -48,7 +55,6 @@ def _walk_kernel(
     initial_state: tl.tensor,
     initial_bias: tl.tensor,
     cu_seqlens: tl.tensor,
-    out: tl.tensor,
     last_state: tl.tensor,
     last_bias: tl.tensor,
     states: tl.tensor,
@@ -74,14 +80,13 @@ def _walk_kernel(
     CHUNK: tl.constexpr,
     OPERAND: tl.constexpr,
 ) -> None:
-    """Outputs and last states, or else the states before every chunk; strides of q, k, v in units of 8 entries.
+    """The states before every chunk, as operands, and the last ones; strides of k and v in units of 8 entries.
 
     What the next step of descent waits for is loaded a chunk ahead.
     """
     memory = tl.program_id(0).to(tl.int64)
     sequence, head = memory // heads, memory % heads
     batch, token, end, slot = span(cu_seqlens, sequence, tokens, CHUNK)
-    q += (batch * q_batch + head * q_head) * 8
     k += (batch * k_batch + head * k_head) * 8
     v += (batch * v_batch + head * v_head) * 8
     eta += batch * eta_batch + head * eta_head
@@ -94,31 +99,23 @@ def _walk_kernel(
     row = token + tl.arange(0, CHUNK)
     key = load_operand(k, row, end, k_token, D, SIDE, OPERAND)
     value = load_rows(v, row, end, v_token, D, SIDE)
+    rate = _last_rate(eta, token + CHUNK, end, eta_token)
     while token < end:
         next_key = load_operand(k, row + CHUNK, end, k_token, D, SIDE, OPERAND)
         next_value = load_rows(v, row + CHUNK, end, v_token, D, SIDE)
+        next_rate = _last_rate(eta, token + 2 * CHUNK, end, eta_token)
         model = to_operand(state, OPERAND, "ieee")
         step, _, _, _ = inner_step(key, value, model, bias, weight, offset, row < end, eps, D)
-        if states is not None:
-            store_square(states + (slot * heads + head) * D * D, model, D)
-            store_vector(biases + (slot * heads + head) * D, bias, D)
-        if out is not None:
-            query = load_operand(q, row, end, q_token, D, SIDE, OPERAND)
-            rate = tl.load(eta + row * eta_token, row < end, 0.0).to(tl.float32)
-            read = tl.dot(query, model, input_precision="ieee") * scale + bias[None, :]
-            read -= rate[:, None] * product(seen_by(query, key, scale), step, OPERAND)
-            here = out + (batch * tokens * heads + head) * D
-            store_rows(here, round_to(read, out.dtype.element_ty), row, end, heads * D, D)
+        store_square(states + (slot * heads + head) * D * D, model, D)
+        store_vector(biases + (slot * heads + head) * D, bias, D)
+        state -= rate * product(tl.trans(key), step, OPERAND)
+        bias -= rate * tl.sum(step, axis=0)
         token += CHUNK
-        slot += 1
-        last_rate = tl.load(eta + (tl.minimum(token, end) - 1) * eta_token).to(tl.float32)
-        state -= last_rate * product(tl.trans(key), step, OPERAND)
-        bias -= last_rate * tl.sum(step, axis=0)
         row += CHUNK
-        key, value = next_key, next_value
-    if out is not None:
-        store_square(last_state + memory * D * D, state, D)
-        store_vector(last_bias + memory * D, bias, D)
+        slot += 1
+        key, value, rate = next_key, next_value, next_rate
+    store_square(last_state + memory * D * D, state, D)
+    store_vector(last_bias + memory * D, bias, D)
 
 
 class Operands(NamedTuple):
@@ -153,7 +150,7 @@ class Operands(NamedTuple):
         return self.q.shape[2], self.q.shape[1], *strides, self.scale, self.eps
 
     @property
-    def modes(self) -> dict[str, object]:
+    def modes(self) -> dict[str, Any]:
         """What a kernel is compiled for."""
         dim = self.q.shape[3]
         modes = {"D": dim, "SIDE": padded(dim), "CHUNK": self.chunk, "OPERAND": TRITON_TYPES[self.q.dtype]}
@@ -175,20 +172,18 @@ def operands(x: TttInputs) -> Operands:
     return Operands(*tokens, state, bias, x.cu_seqlens, x.sequences, x.scale, x.eps, x.chunk_size)
 
 
-def walk(x: Operands) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs before their norm, and the last states."""
-    out = x.v.new_empty(x.v.shape)
-    state, bias = x.states(x.sequences)
-    _launch(x, (out, state, bias, None, None))
-    return out, state, bias
+class Walked(NamedTuple):
+    """States before every chunk [slots,H,D,D], as operands, biases [slots,H,1,D], and the last ones in fp32."""
+
+    states: Tensor
+    biases: Tensor
+    last_state: Tensor
+    last_bias: Tensor
 
 
-def remember(x: Operands) -> tuple[Tensor, Tensor]:
-    """The states before every chunk, as they are multiplied."""
-    states, biases = x.states(x.slots, x.q.dtype)
-    _launch(x, (None, None, None, states, biases))
-    return states, biases
-
-
-def _launch(x: Operands, results: tuple[Tensor | None, ...]) -> None:
-    _walk_kernel[(x.sequences * x.q.shape[2],)](*x[:9], *results, *x.sizes, **x.modes)
+def walk(x: Operands) -> Walked:
+    """All states of all sequences."""
+    found = Walked(*x.states(x.slots, x.q.dtype), *x.states(x.sequences))
+    last, before = found[2:], found[:2]
+    fitted(_walk_kernel, x.q.device)[(x.sequences * x.q.shape[2],)](*x[1:9], *last, *before, *x.sizes, **x.modes)
+    return found

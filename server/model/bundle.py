@@ -26,6 +26,8 @@ TRANSFORMER_FILE = "transformer.safetensors"
 VAE_FILE = "vae.safetensors"
 _WORDS = "text_embedding.weight"
 _VOCABULARY = "vocabulary"
+STORED = (torch.float32, torch.bfloat16)
+"""Dtypes of what lies in the files."""
 
 
 @dataclass(frozen=True)
@@ -127,11 +129,16 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors and metadata of a file. Raises `WeightsError`."""
     try:
         with safe_open(path, "pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            metadata = file.metadata() or {}
     except FileNotFoundError as error:
         raise WeightsError(f"the weights are missing: there is no {path}") from error
     except (OSError, SafetensorError) as error:
         raise WeightsError(f"{path} can not be read as a checkpoint: {type(error).__name__}") from error
+    for name, x in tensors.items():
+        if x.dtype not in STORED or not x.isfinite().all():
+            raise WeightsError(f"{path.name}: {name} must be finite, of {STORED}, got {x.dtype}")
+    return tensors, metadata
 
 
 def _words(weight: Tensor | None, metadata: Mapping[str, str], config: SanaWMConfig) -> WordEmbedder:

@@ -1,12 +1,13 @@
 """Fourth step of the backward pass: gradients of tokens; queries have a kernel, keys with values and β another."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from longtake.kernels.fitting import fitted
 from longtake.kernels.scan.absorb import load_rows, load_tokens
 from longtake.kernels.scan.backward.combine import Combined
 from longtake.kernels.scan.backward.recall import Recalled
@@ -235,7 +236,7 @@ def _keys_kernel(
     _store_columns(k_out, back, row, tokens, heads * D, tl.arange(0, SIDE), D)
 
 
-def _launch(how: Reading) -> dict[str, int | None]:
+def _launch(how: Reading) -> dict[str, Any]:
     """Rows and warps of a kernel."""
     return {"ROWS": how.rows, "num_warps": how.warps, "maxnreg": how.registers, "num_stages": 1}
 
@@ -289,7 +290,7 @@ def token_gradients(
     z_snapshots = snapshots.kv if snapshots.z is None else snapshots.z
     how, count = config.queries, scan.memories * scan.frames
     tiles = how.tiles_of(scan.tokens)
-    _queries_kernel[count, triton.cdiv(scan.tokens, how.rows * tiles)](
+    fitted(_queries_kernel, grad.device)[count, triton.cdiv(scan.tokens, how.rows * tiles)](
         grad,
         stand_in if denominator_grad is None else denominator_grad,
         *turned,
@@ -303,7 +304,7 @@ def token_gradients(
         **_launch(how),
     )
     z = None if state is None else state.z
-    _keys_kernel[count, triton.cdiv(scan.tokens, config.keys.rows)](
+    fitted(_keys_kernel, grad.device)[count, triton.cdiv(scan.tokens, config.keys.rows)](
         operands.k,
         operands.plain,
         operands.v,
