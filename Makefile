@@ -10,8 +10,8 @@ BIN := $(VENV)/bin
 demo: $(VENV)/.run  ## begin a take, kill the server, go on: the same bits
 	@$(BIN)/longtake demo
 
-test: $(VENV)/.dev  ## all tests
-	@$(BIN)/pytest
+test: $(VENV)/.dev  ## all tests, on up to four cores
+	@$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 check: $(VENV)/.dev  ## lint and types
 	@$(BIN)/ruff check .

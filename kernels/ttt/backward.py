@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longtake.kernels.fitting import fitted
-from longtake.kernels.triton_tiles import aligned, dense, round_to, store_square, to_operand
+from longtake.kernels.triton_tiles import aligned, dense, padded, round_to, store_square, to_operand
 from longtake.kernels.ttt.tiles import (
     inner_step,
     inner_step_backward,
@@ -99,10 +99,11 @@ def _reverse_kernel(
     SIDE: tl.constexpr,
     CHUNK: tl.constexpr,
     OPERAND: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Gradients of the states after every chunk of a head of a sequence, and of its initial state.
 
-    What a chunk needs besides is loaded while the one after it is worked on.
+    EARLY: what a chunk needs besides is loaded while the one after it is worked on.
     """
     memory = tl.program_id(0).to(tl.int64)
     sequence, head = memory // heads, memory % heads
@@ -129,12 +130,13 @@ def _reverse_kernel(
     model, bias = _load_model(states, biases, place, D, SIDE, OPERAND)
     while token >= first:
         ahead = tl.maximum(token - CHUNK, first)  # of the first chunk it is once more the first, which nobody uses
-        next_key, next_query, next_value, next_grad = _load_tokens(
-            q, k, v, d_out, ahead, end, q_token, k_token, v_token, heads, D, SIDE, CHUNK, OPERAND
-        )
-        next_rate, next_last_rate = _load_rates(eta, ahead, end, eta_token, CHUNK)
         next_place = tl.maximum(place - heads, first_place)
-        next_model, next_bias = _load_model(states, biases, next_place, D, SIDE, OPERAND)
+        if EARLY:
+            next_key, next_query, next_value, next_grad = _load_tokens(
+                q, k, v, d_out, ahead, end, q_token, k_token, v_token, heads, D, SIDE, CHUNK, OPERAND
+            )
+            next_rate, next_last_rate = _load_rates(eta, ahead, end, eta_token, CHUNK)
+            next_model, next_bias = _load_model(states, biases, next_place, D, SIDE, OPERAND)
         d_model = to_operand(d_state, OPERAND, "ieee")
         store_square(d_states + place * D * D, d_model, D)
         store_vector(d_biases + place * D, d_bias, D)
@@ -148,8 +150,15 @@ def _reverse_kernel(
         d_bias += tl.sum(grad, axis=0) + tl.sum(d_z, axis=0)
         token -= CHUNK
         place -= heads
-        key, query, value, grad = next_key, next_query, next_value, next_grad
-        rate, last_rate, model, bias = next_rate, next_last_rate, next_model, next_bias
+        if EARLY:
+            key, query, value, grad = next_key, next_query, next_value, next_grad
+            rate, last_rate, model, bias = next_rate, next_last_rate, next_model, next_bias
+        else:
+            key, query, value, grad = _load_tokens(
+                q, k, v, d_out, ahead, end, q_token, k_token, v_token, heads, D, SIDE, CHUNK, OPERAND
+            )
+            rate, last_rate = _load_rates(eta, ahead, end, eta_token, CHUNK)
+            model, bias = _load_model(states, biases, next_place, D, SIDE, OPERAND)
     store_square(d_initial_state + memory * D * D, d_state, D)
     store_vector(d_initial_bias + memory * D, d_bias, D)
 
@@ -262,7 +271,8 @@ def differentiate(
     walked, d_states, initial = walk(x), x.states(x.slots, x.q.dtype), x.states(x.sequences)
     inputs = (*x[:6], x.cu_seqlens, walked.states, walked.biases, aligned(d_out))
     reverse, tokens = (fitted(kernel, x.q.device) for kernel in (_reverse_kernel, _tokens_kernel))
-    reverse[(x.sequences * shape[2],)](*inputs, *last, *d_states, *initial, *x.sizes, **x.modes)
+    early = padded(shape[3]) <= 64  # a larger state leaves no registers for it
+    reverse[(x.sequences * shape[2],)](*inputs, *last, *d_states, *initial, *x.sizes, **x.modes, EARLY=early)
     if not any(wanted[:6]):
         return *[None] * 6, *initial
     d_tokens = [x.v.new_empty(shape) if want else None for want in wanted[:3]]

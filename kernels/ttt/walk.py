@@ -151,12 +151,12 @@ class Operands(NamedTuple):
 
     @property
     def modes(self) -> dict[str, Any]:
-        """What a kernel is compiled for."""
+        """What a kernel is compiled for; without fused products, of which the compiler chooses others in a pack."""
         dim = self.q.shape[3]
         modes = {"D": dim, "SIDE": padded(dim), "CHUNK": self.chunk, "OPERAND": TRITON_TYPES[self.q.dtype]}
         few = dim <= 64 and self.chunk <= 32
         warps = (4 if few else 8) * self.q.element_size() // 2  # products of fp32 take twice the registers
-        return modes | {"num_warps": warps}
+        return modes | {"num_warps": warps, "enable_fp_fusion": False}
 
     def states(self, count: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """Room for as many states in a dtype and biases in fp32, uninitialised."""
