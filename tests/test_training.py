@@ -1,5 +1,8 @@
 """Training: batches, losses, optimiser, stages; generation as the server does it."""
 
+import csv
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -258,6 +261,14 @@ def test_the_recipe_has_stages_of_nine_minutes_with_scenes_of_their_own() -> Non
     assert next(stage.part for stage in stages.values()) == "vae"
     assert all(stage.minutes <= 9 for stage in stages.values())
     assert len({stage.seed for stage in stages.values()}) == len(stages)
+
+
+def test_a_stage_that_is_told_to_stop_saves_what_it_has(tmp_path: Path) -> None:
+    stage = Stage(part="vae", minutes=1, batch=1, chunks=1, rate=1e-3, clips=1)
+    run("a", stage, tmp_path, 1000, lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    assert (tmp_path / "vae.safetensors").exists()
+    assert [row["step"] for row in csv.DictReader((tmp_path / "a.csv").read_text().splitlines())] == ["0", "0"]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_stages_leave_weights_that_they_go_on_from(tmp_path: Path) -> None:

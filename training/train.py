@@ -4,16 +4,18 @@
     python -m training.train --config training/configs/2-flow.toml
 
 A stage takes up the weights that lie in `--weights`, trains for its minutes and puts its own in their place: begun
-again it goes on from there. Losses go to NAME.csv, pictures of what is restored or generated to NAME.png.
-With torchrun it trains on several GPUs, with a batch on each.
+again it goes on from there. SIGTERM ends it early, its weights saved. Losses go to NAME.csv, pictures of what is
+restored or generated to NAME.png. With torchrun it trains on several GPUs, with a batch on each.
 """
 
 import argparse
 import csv
 import math
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -42,9 +44,28 @@ def progress_of(stage: Stage, steps: int | None) -> Iterator[float]:
         return
     yield 0.0  # the first step compiles, which is not part of the time
     start = time.monotonic()
-    # GPUs must agree on when to stop, so the first one's clock counts
-    while (part := _agreed((time.monotonic() - start) / (60 * stage.minutes))) < 1:
-        yield part
+    while True:
+        yield (time.monotonic() - start) / (60 * stage.minutes)
+
+
+@contextmanager
+def sigterm_noted() -> Iterator[Callable[[], bool]]:
+    """Whether SIGTERM came, which ends nothing by itself meanwhile."""
+    seen: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
+    try:
+        yield lambda: bool(seen)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def until_stopped(progress: Iterator[float], asked: Callable[[], bool]) -> Iterator[float]:
+    """The progress while it is below 1 and nobody asked to stop; the first GPU decides for all, but for one step."""
+    yield next(progress)
+    for part in progress:
+        if (agreed := _agreed(1.0 if asked() else part)) >= 1:
+            return
+        yield agreed
 
 
 def _agreed(number: float) -> float:
@@ -74,11 +95,12 @@ def run(name: str, stage: Stage, weights: Path, steps: int | None, report: Calla
     weights.mkdir(parents=True, exist_ok=True)
     learner = (VaeStage if stage.part == "vae" else WorldStage)(stage, weights, device, rank)
     begun, rows = time.monotonic(), []
-    for step, progress in enumerate(progress_of(stage, steps)):
-        found = learner.step(learning_rate(stage, progress))
-        if step % LOG_EVERY == 0:
-            rows.append(_row(step, begun, found))
-            report(f"{name} {rows[-1]}")
+    with sigterm_noted() as asked:
+        for step, progress in enumerate(until_stopped(progress_of(stage, steps), asked)):
+            found = learner.step(learning_rate(stage, progress))
+            if step % LOG_EVERY == 0:
+                rows.append(_row(step, begun, found))
+                report(f"{name} {rows[-1]}")
     rows.append(_row(step, begun, found))
     if not all(math.isfinite(number) for number in rows[-1].values()):
         raise SystemExit(f"{name} went astray, and its weights are not saved: {rows[-1]}")
