@@ -4,6 +4,9 @@ VENV ?= .venv
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
+PARALLEL := --numprocesses auto --maxprocesses 4 --dist loadfile
+# tests that count on seconds, and run without those that compute
+ALONE := tests/faults tests/test_workers.py tests/test_embedded.py
 
 .PHONY: demo test check serve bench faults clean
 
@@ -11,7 +14,8 @@ demo: $(VENV)/.run  ## begin a take, kill the server, go on: the same bits
 	@$(BIN)/longtake demo
 
 test: $(VENV)/.dev  ## all tests, on up to four cores
-	@$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+	@$(BIN)/pytest $(PARALLEL) $(addprefix --ignore=,$(ALONE))
+	@$(BIN)/pytest $(PARALLEL) $(ALONE)
 
 check: $(VENV)/.dev  ## lint and types
 	@$(BIN)/ruff check .

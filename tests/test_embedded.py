@@ -126,6 +126,7 @@ def test_a_killed_server_can_be_started_again(server: EmbeddedServer) -> None:
         with pytest.raises(StoreUnavailable):
             read_forever(store, session_id)
         server.start()
+        read_once_it_answers(store, session_id)
         assert store.read(session_id)[0].id == session_id
         assert server.pid != before
 
