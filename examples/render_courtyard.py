@@ -1,4 +1,4 @@
-"""Render the first frame and the camera path that `longtake demo` ships: a courtyard of columns, ray by ray in numpy.
+"""Render the courtyard of columns in `server/assets`: a first frame and a camera path, ray by ray in numpy.
 
 Writes courtyard.png and courtyard_path.npy into the folder given on the command line.
 """

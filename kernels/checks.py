@@ -40,6 +40,12 @@ def require_tensor(name: str, x: object) -> None:
         raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
 
 
+def require_tensors(**named: object) -> None:
+    """Raise `ValueError` unless all of them are tensors."""
+    for name, x in named.items():
+        require_tensor(name, x)
+
+
 def require_pair(name: str, value: object, parts: str) -> tuple[Tensor, Tensor]:
     """The two tensors of a tuple, which are its `parts`; anything else raises `ValueError`."""
     if not isinstance(value, tuple) or len(value) != 2:
@@ -109,7 +115,7 @@ def check_state(
     if reverse:
         raise ValueError(f"a reverse scan takes no {name}")
     batch, _, heads, dim = q.shape
-    rows = batch if slots is None else kv.shape[0] if kv.ndim else 0
+    rows = batch if slots is None else max(1, kv.shape[0] if kv.ndim else 0)
     if slots is not None:
         require("slots", slots, (batch,), INDICES, like=q)
     require(name if z is None else f"{name} kv", kv, (rows, heads, dim, dim), like=q)

@@ -178,7 +178,8 @@ def scene(
     with _friendly():
         if actions is not None and frames is not None:
             raise ProblemError("invalid_request", "give either --actions or --frames", "frames")
-        run_scene(seed, frames or actions or SCENE_ACTIONS, out, console)
+        path = frames if frames is not None else SCENE_ACTIONS if actions is None else actions
+        run_scene(seed, path, out, console)
 
 
 @sessions_app.command("ls")

@@ -103,7 +103,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: rewrite(
             folder, TRANSFORMER_FILE, lambda x: x.update({name: y.to(torch.int8) for name, y in x.items()})
         ),
-        "must be finite.* got torch.int8",
+        "must be finite.* is of torch.int8",
     ),
     "no words": (lambda folder: rewrite(folder, TRANSFORMER_FILE, metadata=dict.clear), "no vocabulary"),
     "fewer words": (

@@ -41,6 +41,16 @@ MISFITS: dict[str, tuple[str, Changes, str]] = {
         for scan in ("cam", "branch")
         for state in ("initial_state", "out_state")
     },
+    **{
+        f"no-{name}-in-{scan}": (scan, lambda x, name=name: {name: None}, f"{name} must be a tensor")
+        for scan in ("gdn", "cam", "branch")
+        for name in ("q", "beta", "decay")
+    },
+    "an-empty-pool": (
+        "cam",
+        lambda x: {"initial_state": x["initial_state"][:0], "slots": torch.tensor([1, 0], device=DEVICE)},
+        "initial_state must be",
+    ),
     "a-state-of-other-heads": ("cam", lambda x: {"initial_state": x["initial_state"][:, :0]}, "initial_state must be"),
     "one-inverse-rms-for-the-branch": ("branch", lambda x: {"inverse_rms": (x["q"],)}, "inverse_rms must be two"),
 }

@@ -88,9 +88,13 @@ def test_the_demo_begins_in_a_scene_that_can_be_drawn_again() -> None:
     assert BEGINNING["prompt"] == prompt
 
 
-def test_a_path_is_either_walked_or_drawn(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "longtake.server", "scene", "--frames", "30", "--actions", "w-24"]
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [(("--frames", "30", "--actions", "w-24"), "either --actions or --frames"), (("--actions", ""), "actions")],
+)
+def test_a_path_is_either_walked_or_drawn(flags: tuple[str, ...], told: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "longtake.server", "scene", *flags]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, cwd=tmp_path)
     assert done.returncode == 1
-    assert "either --actions or --frames" in done.stdout + done.stderr
+    assert told in done.stdout + done.stderr
     assert not list(tmp_path.iterdir())

@@ -30,6 +30,7 @@ from longtake.training.losses import WorldLoss, shifted, vae_loss
 from longtake.training.optimiser import BETAS, MasterWeights
 from longtake.training.stage import Stage, all_stages
 from longtake.training.train import learning_rate, main, progress_of, run
+from longtake.training.vae_stage import VaeStage
 
 CPU = torch.device("cpu")
 
@@ -267,8 +268,19 @@ def test_a_stage_that_is_told_to_stop_saves_what_it_has(tmp_path: Path) -> None:
     stage = Stage(part="vae", minutes=1, batch=1, chunks=1, rate=1e-3, clips=1)
     run("a", stage, tmp_path, 1000, lambda _: os.kill(os.getpid(), signal.SIGTERM))
     assert (tmp_path / "vae.safetensors").exists()
-    assert [row["step"] for row in csv.DictReader((tmp_path / "a.csv").read_text().splitlines())] == ["0", "0"]
+    assert [row["step"] for row in csv.DictReader((tmp_path / "a.csv").read_text().splitlines())] == ["0"]
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_second_signal_does_not_cut_weights_in_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def save_twice_told(stage: VaeStage, folder: Path) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        save(stage, folder)
+
+    save = VaeStage.save
+    monkeypatch.setattr(VaeStage, "save", save_twice_told)
+    run("a", Stage(part="vae", minutes=1, batch=1, chunks=1, rate=1e-3, clips=1), tmp_path, 1, lambda _: None)
+    assert {path.name for path in tmp_path.iterdir()} == {"vae.safetensors", "a.csv", "a.png"}
 
 
 def test_stages_leave_weights_that_they_go_on_from(tmp_path: Path) -> None:

@@ -14,13 +14,16 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tomllib import TOMLDecodeError
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor, distributed
 
+from longtake.server.model.weights import WeightsError
 from longtake.training.stage import Stage, all_stages, read_stage
 from longtake.training.vae_stage import VaeStage
 from longtake.training.world_stage import WorldStage
@@ -94,26 +97,44 @@ def run(name: str, stage: Stage, weights: Path, steps: int | None, report: Calla
     torch.set_float32_matmul_precision("high")
     weights.mkdir(parents=True, exist_ok=True)
     learner = (VaeStage if stage.part == "vae" else WorldStage)(stage, weights, device, rank)
-    begun, rows = time.monotonic(), []
-    with sigterm_noted() as asked:
-        for step, progress in enumerate(until_stopped(progress_of(stage, steps), asked)):
-            found = learner.step(learning_rate(stage, progress))
-            if step % LOG_EVERY == 0:
-                rows.append(_row(step, begun, found))
-                report(f"{name} {rows[-1]}")
-    rows.append(_row(step, begun, found))
-    if not all(math.isfinite(number) for number in rows[-1].values()):
-        raise SystemExit(f"{name} went astray, and its weights are not saved: {rows[-1]}")
-    if rank == 0:
-        learner.save(weights)
-        learner.picture(weights / f"{name}.png")
-        with (weights / f"{name}.csv").open("w", newline="") as file:
-            table = csv.DictWriter(file, rows[0])
-            table.writeheader()
-            table.writerows(rows)
+    with sigterm_noted() as asked:  # also while weights are saved
+        rows = _trained(name, learner, until_stopped(progress_of(stage, steps), asked), stage, report)
+        if rank == 0:
+            _save(name, learner, weights, rows)
     if distributed.is_initialized():
         distributed.barrier()
         distributed.destroy_process_group()
+
+
+def _trained(
+    name: str,
+    learner: VaeStage | WorldStage,
+    progress: Iterator[float],
+    stage: Stage,
+    report: Callable[[str], None],
+) -> list[dict[str, float]]:
+    """Take all steps → what every fiftieth and the last one found. Raises `SystemExit` if that is not finite."""
+    begun, rows = time.monotonic(), []
+    for step, part in enumerate(progress):
+        found = learner.step(learning_rate(stage, part))
+        if step % LOG_EVERY == 0:
+            rows.append(_row(step, begun, found))
+            report(f"{name} {rows[-1]}")
+    if rows[-1]["step"] != step:
+        rows.append(_row(step, begun, found))
+    if not all(math.isfinite(number) for number in rows[-1].values()):
+        raise SystemExit(f"{name} went astray, and its weights are not saved: {rows[-1]}")
+    return rows
+
+
+def _save(name: str, learner: VaeStage | WorldStage, weights: Path, rows: Sequence[Mapping[str, float]]) -> None:
+    """Weights, curves and pictures."""
+    learner.save(weights)
+    with (weights / f"{name}.csv").open("w", newline="") as file:
+        table = csv.DictWriter(file, rows[0])
+        table.writeheader()
+        table.writerows(rows)
+    learner.picture(weights / f"{name}.png")
 
 
 def _row(step: int, begun: float, found: Mapping[str, Tensor]) -> dict[str, float]:
@@ -136,13 +157,12 @@ def main() -> None:
         return
     if arguments.steps is not None and arguments.steps < 1:
         parser.error("--steps must be at least 1")
+    given = {} if arguments.minutes is None else {"minutes": arguments.minutes}
     try:
-        stage = read_stage(arguments.config)
-        if arguments.minutes is not None:
-            stage = Stage.model_validate(stage.model_dump() | {"minutes": arguments.minutes})
-    except (OSError, ValueError) as error:  # those of tomllib and pydantic are ValueErrors
-        parser.error(f"{arguments.config}: {error}")
-    run(arguments.config.stem, stage, arguments.weights, arguments.steps, lambda line: print(line, flush=True))
+        stage = Stage.model_validate(read_stage(arguments.config).model_dump() | given)
+        run(arguments.config.stem, stage, arguments.weights, arguments.steps, lambda line: print(line, flush=True))
+    except (OSError, ValidationError, TOMLDecodeError, WeightsError) as error:
+        parser.error(f"{arguments.config}, {arguments.weights}: {error}")
 
 
 if __name__ == "__main__":

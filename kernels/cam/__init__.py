@@ -15,7 +15,7 @@ from longtake.kernels.cam.prepare import cam_discount, cam_output, cam_prepare
 from longtake.kernels.cam.prepare_reference import CamTokens, check_prepare
 from longtake.kernels.cam.prepare_reference import cam_output as return_tokens
 from longtake.kernels.cam.reference import CamOutput, check_cam
-from longtake.kernels.checks import check_scan, check_trained, pair, require_tensor, starts
+from longtake.kernels.checks import check_scan, check_trained, pair, require_tensor, require_tensors, starts
 from longtake.kernels.delta import Direction, ReverseInputs, ScanInputs, check_reverse
 from longtake.kernels.gdn.reference import Norm
 from longtake.kernels.scan.configurations import Precision
@@ -57,7 +57,7 @@ def cam_scan(
             negative. decay: [B,H,F] in [0,1].
         direction, slots, chunk_starts: as in `gdn_scan`. reverse: likewise, without inverse RMS.
         initial_state: memory of the frames before, [B,H,D,D] rows = key dim, or a pool [slots,H,D,D]; None: empty.
-        out_state: takes the final state; may be `initial_state`, else shares no memory with it.
+        out_state: takes the final state; may be `initial_state`, else shares no memory with any argument.
         precision: of the Triton kernels' products; the reference computes in fp32 or better.
         backend: "reference", or "triton" with D % 8 = 0 and D ≤ 128; None: as LONGTAKE_KERNELS or the device says.
         backward: as in `gdn_scan`.
@@ -72,9 +72,10 @@ def cam_scan(
         BackendError: `backend` or `precision` is unknown, or can not run here or on these tensors.
     """
     check_precision(precision)
+    require_tensors(q=q, k=k, v=v, beta=beta, decay=decay)
     inputs = ScanInputs(q, k, v, beta, decay)
     check_reverse(reverse)
-    _require_tensors(initial_state=initial_state, out_state=out_state)
+    _require_states(initial_state=initial_state, out_state=out_state)
     others = (None,) * 5 if reverse is None else reverse[:5]
     present = [x for x in (*inputs[:5], initial_state, out_state, *others) if x is not None]
     runs = runs_triton(backend, *present, dim=q.shape[-1], trained=present)
@@ -161,8 +162,9 @@ def cam_branch(
         BackendError: `backend` or `precision` is unknown, or can not run here or on these tensors.
     """
     check_precision(precision)
+    require_tensors(q=q, k=k, v=v, beta=beta, decay=decay)
     positions, weights = (projection, projection_inverse, cos, sin), (q_weight, k_weight)
-    _require_tensors(initial_state=initial_state, out_state=out_state)
+    _require_states(initial_state=initial_state, out_state=out_state)
     rms = pair("inverse_rms", inverse_rms, "q and k")
     given = (q, k, v, beta, decay, *positions, *weights, *rms, initial_state, out_state)
     present = [x for x in given if x is not None]
@@ -230,7 +232,7 @@ def cam_branch(
     return CamOutput(out, _state(state, out_state, direction))
 
 
-def _require_tensors(**states: Tensor | None) -> None:
+def _require_states(**states: Tensor | None) -> None:
     """Raise `ValueError` for a state that is neither a tensor nor None: it has no normaliser beside it."""
     for name, state in states.items():
         if state is not None:

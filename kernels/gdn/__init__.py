@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from longtake.kernels.backend import Backend, check_backward, check_precision, runs_triton, wants_gradient
-from longtake.kernels.checks import check_scan, check_trained, pair, starts
+from longtake.kernels.checks import check_scan, check_trained, pair, require_tensors, starts
 from longtake.kernels.delta import Direction, ReverseInputs, ScanInputs, check_direction, check_reverse, check_states
 from longtake.kernels.gdn import reference
 from longtake.kernels.gdn.gates import frame_gates
@@ -77,8 +77,8 @@ def gdn_scan(
         gate: [B,N,H,D]; the quotient is multiplied by silu(gate).
         initial_state: memory of the frames before; None: empty. With `slots` int64 [B] states are pools
             [slots,H,D,D] and [slots,H,D], and batch entry b uses row slots[b].
-        out_state: takes the final state; may be `initial_state`, else shares no memory with it. No two of its slots
-            may be the same.
+        out_state: takes the final state; may be `initial_state`, else shares no memory with any argument. No two of
+            its slots may be the same.
         chunk_starts: first frames of the chunks, ascending from 0, int64 [C] or numbers: the reverse scan begins anew
             in each, so that no frame reads a later chunk. They mean nothing to a forward scan.
         reverse: other inputs of the reverse scan, with direction "both". With `chunk_starts` those at the first frame
@@ -101,6 +101,7 @@ def gdn_scan(
         BackendError: `backend` or `precision` is unknown, or can not run here or on these tensors.
     """
     check_precision(precision)
+    require_tensors(q=q, k=k, v=v, beta=beta, decay=decay)
     inputs = ScanInputs(q, k, v, beta, decay, inverse_rms)
     check_reverse(reverse)
     back = inputs.replaced(reverse)

@@ -115,9 +115,11 @@ def build_vae(config: VAEConfig, tensors: Mapping[str, Tensor], device: torch.de
 
 
 def _save(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """A file that others may read, too: safetensors makes it its owner's alone."""
-    save_file(tensors, path, metadata)
-    path.chmod(0o644)
+    """A whole file or none, that others may read, too: safetensors makes it its owner's alone."""
+    fresh = path.with_suffix(".new")
+    save_file(tensors, fresh, metadata)
+    fresh.chmod(0o644)
+    fresh.replace(path)
 
 
 def _stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -137,7 +139,7 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise WeightsError(f"{path} can not be read as a checkpoint: {type(error).__name__}") from error
     for name, x in tensors.items():
         if x.dtype not in STORED or not x.isfinite().all():
-            raise WeightsError(f"{path.name}: {name} must be finite, of {STORED}, got {x.dtype}")
+            raise WeightsError(f"{path.name}: {name} must be finite and of {STORED}, and is of {x.dtype}")
     return tensors, metadata
 
 
