@@ -12,17 +12,12 @@ _FITTING: dict[tuple[object, ...], int] = {}
 """Warps of kernels that were compiled, by kernel, GPU, warps asked for and modes."""
 
 
-def fitted(kernel: Any, device: torch.device) -> "Fitted":  # noqa: ANN401
-    """The kernel, to be launched as `fitted(kernel, device)[grid](…, num_warps=…)`.
+class Fitted:
+    """A kernel on a device, to be launched as `Fitted(kernel, device)[grid](…, num_warps=…)`.
 
     Where a GPU has no room for it, half of the warps are tried, down to one; what fits is kept for the process and
     logged, since sums of other warps have other bits. The tables' warps fit every GPU that they are made for.
     """
-    return Fitted(kernel, device)
-
-
-class Fitted:
-    """A kernel for a device."""
 
     def __init__(self, kernel: Any, device: torch.device) -> None:  # noqa: ANN401
         self._kernel, self._device = kernel, device

@@ -14,7 +14,7 @@ from scan_modes import SCANS, Arguments, Results, draw
 from torch import Tensor
 
 from longtake.kernels import Precision
-from longtake.kernels.fitting import fitted
+from longtake.kernels.fitting import Fitted
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -220,6 +220,6 @@ def test_a_kernel_with_too_many_registers_gets_fewer_warps(caplog: pytest.LogCap
 
     x = torch.randint(0, 3, (256, 256), device=DEVICE).float()
     out = torch.empty_like(x)
-    fitted(hungry_kernel, DEVICE)[(1,)](x, out, SIDE=256, num_warps=16, maxnreg=255)
+    Fitted(hungry_kernel, DEVICE)[(1,)](x, out, SIDE=256, num_warps=16, maxnreg=255)
     assert "hungry_kernel does not fit" in caplog.messages[0]
     assert torch.equal(out, x * x.sum())

@@ -22,7 +22,7 @@ from longtake.kernels.backend import (
     runs_triton,
 )
 from longtake.kernels.cam import reference as cam_reference
-from longtake.kernels.fitting import fitted
+from longtake.kernels.fitting import Fitted
 from longtake.kernels.gdn import reference as gdn_reference
 
 pytestmark = pytest.mark.skipif(not TRITON_INSTALLED, reason="triton is not installed")
@@ -115,7 +115,7 @@ class Crowded:
 def test_fewer_warps_are_decided_once_for_what_is_compiled_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     kernel = Crowded(most=4)
     for mode in (1, 1, 2):
-        fitted(kernel, DEVICE)[2, 1](7, D=mode, size=mode, num_warps=16)
+        Fitted(kernel, DEVICE)[2, 1](7, D=mode, size=mode, num_warps=16)
     assert kernel.tried == [16, 8, 4, 4, 16, 8, 4]
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 4
     assert "with 4 warps" in caplog.messages[1]
@@ -124,7 +124,7 @@ def test_fewer_warps_are_decided_once_for_what_is_compiled_and_logged(caplog: py
 def test_a_kernel_for_which_no_warps_are_few_enough_is_a_backend_error() -> None:
     kernel = Crowded(most=0)
     with pytest.raises(BackendError, match="do not fit"), on_device_of(torch.empty(0, device=DEVICE)):
-        fitted(kernel, DEVICE)[(1,)](num_warps=4)
+        Fitted(kernel, DEVICE)[(1,)](num_warps=4)
     assert kernel.tried == [4, 2, 1]
 
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longtake.kernels.fitting import fitted
+from longtake.kernels.fitting import Fitted
 from longtake.kernels.triton_tiles import aligned, dense, padded, round_to, store_square, to_operand
 from longtake.kernels.ttt.tiles import (
     inner_step,
@@ -213,20 +213,19 @@ def _tokens_kernel(
         store_vector(d_w + place * D, tl.zeros((SIDE,), tl.float32), D)
         store_vector(d_b + place * D, tl.zeros((SIDE,), tl.float32), D)
         return
-    row = token + tl.arange(0, CHUNK)
-    key = load_operand(k + (batch * k_batch + head * k_head) * 8, row, end, k_token, D, SIDE, OPERAND)
-    query = load_operand(q + (batch * q_batch + head * q_head) * 8, row, end, q_token, D, SIDE, OPERAND)
-    value = load_rows(v + (batch * v_batch + head * v_head) * 8, row, end, v_token, D, SIDE)
+    row, last = token + tl.arange(0, CHUNK), tl.minimum(token + CHUNK, end) - 1
+    q += (batch * q_batch + head * q_head) * 8
+    k += (batch * k_batch + head * k_head) * 8
+    v += (batch * v_batch + head * v_head) * 8
     eta += batch * eta_batch + head * eta_head
-    rate = tl.load(eta + row * eta_token, row < end, 0.0).to(tl.float32)
-    last = tl.minimum(token + CHUNK, end) - 1
-    last_rate = tl.load(eta + last * eta_token).to(tl.float32)
     first_entry = (batch * tokens * heads + head) * D
-    grad = load_rows(d_out + first_entry, row, end, heads * D // 8, D, SIDE).to(tl.float32)
+    key, query, value, grad = _load_tokens(
+        q, k, v, d_out + first_entry, token, end, q_token, k_token, v_token, heads, D, SIDE, CHUNK, OPERAND
+    )
+    rate, last_rate = _load_rates(eta, token, end, eta_token, CHUNK)
     weight, offset = load_vector(w + head * D, D, SIDE), load_vector(b + head * D, D, SIDE)
-    model = load_square(states + place * D * D, D, SIDE, OPERAND)
-    d_model = load_square(d_states + place * D * D, D, SIDE, OPERAND)
-    bias, d_bias = load_vector(biases + place * D, D, SIDE), load_vector(d_biases + place * D, D, SIDE)
+    model, bias = _load_model(states, biases, place, D, SIDE, OPERAND)
+    d_model, d_bias = _load_model(d_states, d_biases, place, D, SIDE, OPERAND)
 
     step, normal, inverse, error = inner_step(key, value, model, bias, weight, offset, row < end, eps, D)
     taught = tl.dot(key, d_model, input_precision="ieee") + d_bias[None, :]
@@ -270,7 +269,7 @@ def differentiate(
     last = [y.zero_() if g is None else dense(g) for y, g in zip(x.states(x.sequences), (d_state, d_bias), strict=True)]
     walked, d_states, initial = walk(x), x.states(x.slots, x.q.dtype), x.states(x.sequences)
     inputs = (*x[:6], x.cu_seqlens, walked.states, walked.biases, aligned(d_out))
-    reverse, tokens = (fitted(kernel, x.q.device) for kernel in (_reverse_kernel, _tokens_kernel))
+    reverse, tokens = (Fitted(kernel, x.q.device) for kernel in (_reverse_kernel, _tokens_kernel))
     early = padded(shape[3]) <= 64  # a larger state leaves no registers for it
     reverse[(x.sequences * shape[2],)](*inputs, *last, *d_states, *initial, *x.sizes, **x.modes, EARLY=early)
     if not any(wanted[:6]):

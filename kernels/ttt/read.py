@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longtake.kernels.fitting import fitted
+from longtake.kernels.fitting import Fitted
 from longtake.kernels.triton_tiles import round_to
 from longtake.kernels.ttt.tiles import (
     inner_step,
@@ -78,6 +78,6 @@ def _read_kernel(
 def read(x: Operands, states: Tensor, biases: Tensor) -> Tensor:
     """Outputs before their norm, from the states before every chunk."""
     out = x.v.new_empty(x.v.shape)
-    kernel = fitted(_read_kernel, x.q.device)
+    kernel = Fitted(_read_kernel, x.q.device)
     kernel[(x.slots * x.q.shape[2],)](*x[:6], x.cu_seqlens, states, biases, out, x.sequences, *x.sizes, **x.modes)
     return out

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longtake.kernels.fitting import fitted
+from longtake.kernels.fitting import Fitted
 from longtake.kernels.triton_tiles import (
     TRITON_TYPES,
     aligned,
@@ -185,5 +185,5 @@ def walk(x: Operands) -> Walked:
     """All states of all sequences."""
     found = Walked(*x.states(x.slots, x.q.dtype), *x.states(x.sequences))
     last, before = found[2:], found[:2]
-    fitted(_walk_kernel, x.q.device)[(x.sequences * x.q.shape[2],)](*x[1:9], *last, *before, *x.sizes, **x.modes)
+    Fitted(_walk_kernel, x.q.device)[(x.sequences * x.q.shape[2],)](*x[1:9], *last, *before, *x.sizes, **x.modes)
     return found

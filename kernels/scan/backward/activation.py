@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longtake.kernels.fitting import fitted
+from longtake.kernels.fitting import Fitted
 from longtake.kernels.scan.heads import (
     NORM_FLOOR,
     activate_heads,
@@ -231,7 +231,7 @@ def activation_gradients(
     rms = grad.new_empty((batch, tokens), dtype=torch.float32)
     group = min(HEADS_AT_ONCE, triton.next_power_of_2(heads))
     matrix, transposed, tables, growth_grad = placement or Placement(grad, False, (grad, grad), None)
-    fitted(_activation_kernel, x.device)[(batch * tokens,)](
+    Fitted(_activation_kernel, x.device)[(batch * tokens,)](
         x,
         grad,
         grad if weight is None else weight,
@@ -268,7 +268,7 @@ def _weight_gradient(
     batch, tokens, heads, dim = x.shape
     blocks = triton.cdiv(batch * tokens, BLOCK_TOKENS)
     shares = grad.new_empty((blocks, heads * dim), dtype=torch.float32)
-    fitted(_weight_kernel, x.device)[(blocks, heads)](
+    Fitted(_weight_kernel, x.device)[(blocks, heads)](
         x,
         grad,
         weight,

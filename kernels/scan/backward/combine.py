@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longtake.kernels.fitting import fitted
+from longtake.kernels.fitting import Fitted
 from longtake.kernels.scan.backward.recall import Recalled
 from longtake.kernels.scan.inputs import Scan
 from longtake.kernels.scan.remember import Memory, Snapshots, load_transition
@@ -112,7 +112,7 @@ def combine(
     count = scan.memories * scan.frames
     by_value, by_key = (scan.q.new_empty((count, dim, dim), dtype=config.operand) for _ in range(2))
     found = Combined(by_value, by_key, scan.q.new_empty(scan.decay.shape, dtype=torch.float32))
-    fitted(_combine_kernel, scan.q.device)[(count,)](
+    Fitted(_combine_kernel, scan.q.device)[(count,)](
         recalled.kv,
         recalled.kv if recalled.z_decay is None else recalled.z_decay,
         transitions,

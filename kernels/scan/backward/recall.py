@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longtake.kernels.backend import triton_interpreted
-from longtake.kernels.fitting import fitted
+from longtake.kernels.fitting import Fitted
 from longtake.kernels.scan.inputs import Scan
 from longtake.kernels.scan.remember import Memory, Snapshots, erase, load_transition
 from longtake.kernels.triton_tiles import INTERPRETED, TRITON_TYPES, padded
@@ -179,7 +179,7 @@ def recall(
     z_grad = kv_grad.new_empty(kv_grad.shape[:-1]) if scan.normaliser else None
     z = None if state is None else state.z
     final_kv, final_z = final_grad or (received, None)
-    fitted(_recall_kernel, received.device)[(scan.memories, blocks, scan.directions)](
+    Fitted(_recall_kernel, received.device)[(scan.memories, blocks, scan.directions)](
         transitions,
         received,
         scan.decay,

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longtake.kernels.fitting import fitted
+from longtake.kernels.fitting import Fitted
 from longtake.kernels.scan.absorb import load_rows, load_tokens
 from longtake.kernels.scan.inputs import Scan
 from longtake.kernels.scan.prepare import Operands
@@ -73,7 +73,7 @@ def receive(scan: Scan, operands: Operands, grad: Tensor, denominator_grad: Tens
     config, dim = scan.configuration, scan.dim
     count = scan.memories * scan.frames
     received = scan.q.new_empty((count, dim + scan.normaliser, dim), dtype=torch.float32)
-    fitted(_receive_kernel, grad.device)[(count, 1 + scan.normaliser)](
+    Fitted(_receive_kernel, grad.device)[(count, 1 + scan.normaliser)](
         operands.q,
         operands.plain_q,
         grad,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longtake.kernels.fitting import fitted
+from longtake.kernels.fitting import Fitted
 from longtake.kernels.scan.absorb import load_rows, load_tokens
 from longtake.kernels.scan.backward.combine import Combined
 from longtake.kernels.scan.backward.recall import Recalled
@@ -290,7 +290,7 @@ def token_gradients(
     z_snapshots = snapshots.kv if snapshots.z is None else snapshots.z
     how, count = config.queries, scan.memories * scan.frames
     tiles = how.tiles_of(scan.tokens)
-    fitted(_queries_kernel, grad.device)[count, triton.cdiv(scan.tokens, how.rows * tiles)](
+    Fitted(_queries_kernel, grad.device)[count, triton.cdiv(scan.tokens, how.rows * tiles)](
         grad,
         stand_in if denominator_grad is None else denominator_grad,
         *turned,
@@ -304,7 +304,7 @@ def token_gradients(
         **_launch(how),
     )
     z = None if state is None else state.z
-    fitted(_keys_kernel, grad.device)[count, triton.cdiv(scan.tokens, config.keys.rows)](
+    Fitted(_keys_kernel, grad.device)[count, triton.cdiv(scan.tokens, config.keys.rows)](
         operands.k,
         operands.plain,
         operands.v,
