@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import msgspec
 import numpy as np
+import pytest
+import torch
 from server_fixtures import path
 
 from longtake.api_schemas.resources import PostChunks
@@ -12,6 +14,7 @@ from longtake.server.engine.command import Command
 from longtake.server.engine.plan import next_frame, pending_count, plan_request, start_cursor
 from longtake.server.engine.prompts import load_text, with_prompt
 from longtake.server.engine.track import SessionCamera
+from longtake.server.model import registry
 from longtake.server.model.world import ChunkCamera, ChunkOutput, Conditions, Frames, State, WorldModel
 from longtake.server.video.images import frames_digest
 from longtake.state_cache import (
@@ -33,6 +36,18 @@ from longtake.state_cache import (
     save_tensors,
     state_digest,
 )
+
+SMALL_HEIGHT, SMALL_WIDTH = 64, 96
+
+
+@pytest.fixture(scope="session")
+def small_model() -> WorldModel:
+    """The model of `server_fixtures` with frames of a tenth of the pixels, for takes of many chunks."""
+    torch.set_num_threads(2)
+    with pytest.MonkeyPatch.context() as smaller:
+        latent_hw = SMALL_HEIGHT // 32, SMALL_WIDTH // 32
+        smaller.setattr(registry, "TINY_UNTRAINED", replace(registry.TINY_UNTRAINED, latent_hw=latent_hw))
+        return registry.load_model("tiny-untrained")
 
 
 class OtherNumerics:
@@ -176,7 +191,7 @@ class Take:
 def begin_take(store: Store, model: WorldModel, prompt: str = "a quay", seed: int = 7) -> Take:
     """A new session at its first frame."""
     session_id, spec = new_session_id(), model.spec
-    conditions = model.condition(drift(1)[0], prompt)
+    conditions = model.condition(drift(1, spec.height, spec.width)[0], prompt)
     session = SessionRecord(
         id=session_id,
         model=spec.id,
@@ -185,7 +200,7 @@ def begin_take(store: Store, model: WorldModel, prompt: str = "a quay", seed: in
         seed=seed,
         created_at=time.time(),
         first_pose=np.eye(4).ravel().tolist(),
-        intrinsics=[277.0, 277.0, 160.0, 96.0],
+        intrinsics=[277.0, 277.0, spec.width / 2, spec.height / 2],
         intrinsics_size=(spec.width, spec.height),
         source_size=(spec.width, spec.height),
         conditions=save_tensors(store, session_id, conditions.to_tensors()),
@@ -204,7 +219,11 @@ def resumed(take: Take, model: WorldModel, state: State, exact_until: int | None
     return other
 
 
-def drift(frames: int) -> Frames:
-    """A smooth picture that drifts, uint8 [T,192,320,3]."""
-    t, y, x, c = np.ogrid[:frames, :192, :320, :3]
+def drift(frames: int, height: int = 192, width: int = 320) -> Frames:
+    """A smooth picture that drifts, uint8 [T,H,W,3]."""
+    t, y, x, c = np.ogrid[:frames, :height, :width, :3]
     return np.round(127 + 100 * np.sin(x / 40 + t / 9 + c) * np.cos(y / 35 - t / 14)).astype(np.uint8)
+
+
+def small_drift(frames: int) -> Frames:
+    return drift(frames, SMALL_HEIGHT, SMALL_WIDTH)

@@ -6,7 +6,15 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from take_fixtures import OtherNumerics, Take, begin_take, drift, resumed
+from take_fixtures import (
+    SMALL_HEIGHT,
+    SMALL_WIDTH,
+    OtherNumerics,
+    Take,
+    begin_take,
+    resumed,
+    small_drift,
+)
 
 from longtake.api_schemas.problems import ProblemError
 from longtake.server.engine.replay import Replay, chunk_camera
@@ -26,6 +34,11 @@ from longtake.state_cache import (
     lineage_of,
     state_digest,
 )
+
+
+@pytest.fixture(scope="module")
+def model(small_model: WorldModel) -> WorldModel:
+    return small_model
 
 
 def restored(take: Take, model: WorldModel | None = None, *, exact_required: bool = False) -> Restored:
@@ -71,14 +84,14 @@ def varied(store: MemoryStore, model: WorldModel) -> Take:
     take = begin_take(store, model)
     take.post(7)
     take.post(50, prompt="a storm")
-    take.post(24, clip=drift(24), discard_pending=True)
+    take.post(24, clip=small_drift(24), discard_pending=True)
     take.post(31)
     take.post(20, prompt="a quay", pad=True)
     take.rewind(4, seed=11)
     take.post(60)
     take = take.fork(5, seed=13)
     take.post(9, prompt="snow")
-    take.post(24, clip=drift(48)[24:], discard_pending=True)
+    take.post(24, clip=small_drift(48)[24:], discard_pending=True)
     take.post(80, prompt="a harbour at night")
     return take
 
@@ -98,6 +111,12 @@ def take(store: MemoryStore, model: WorldModel) -> Take:
     assert len({record.prompt for record in records}) == 4
     assert model.decoder_history < len(records) - 3
     return take
+
+
+@pytest.fixture(scope="module")
+def uncut(take: Take) -> list[tuple[str, str]]:
+    """How the take goes on from the state that was never restored."""
+    return next_digests(take, take.states[9])
 
 
 @pytest.fixture(autouse=True)
@@ -121,8 +140,9 @@ def test_the_newest_snapshot_is_enough(take: Take) -> None:
 
 
 @pytest.mark.parametrize("kept", [-1, 0, 2, 4, 5, 8])
-def test_the_log_gives_the_same_bits_from_any_snapshot_and_from_none(take: Take, store: MemoryStore, kept: int) -> None:
-    uncut = next_digests(take, take.states[9])
+def test_the_log_gives_the_same_bits_from_any_snapshot_and_from_none(
+    take: Take, store: MemoryStore, uncut: list[tuple[str, str]], kept: int
+) -> None:
     drop_snapshots(store, kept)
     back = restored(take)
     assert (back.source, back.replayed, back.discarded, back.exact_until) == ("replay", 9 - kept, 0, None)
@@ -365,16 +385,16 @@ class TestAbsorbingWithoutDecoding:
 
     def test_nothing_decoded_leaves_no_trace_of_the_decoder(self, straight: Take) -> None:
         blind = self.absorbed(straight, 0)
-        assert blind.frames.shape == (0, 192, 320, 3)
+        assert blind.frames.shape == (0, SMALL_HEIGHT, SMALL_WIDTH, 3)
         whole = straight.states[self.CHUNKS - 1]
         assert same(blind.state, {name: x for name, x in whole.items() if name.startswith("blocks.")})
         assert {name for name in whole if not name.startswith(("blocks.", "decoder."))} == {"last_frame"}
 
     def test_such_a_state_only_absorbs(self, straight: Take) -> None:
         blind, last = self.absorbed(straight, 0).state, straight.records()[-1]
-        camera = chunk_camera(last, np.array([277.0, 277.0, 160.0, 96.0]))
-        conditions = straight.model.condition(drift(1)[0], "a quay")
+        camera = chunk_camera(last, np.array(straight.session.intrinsics))
+        conditions = straight.model.condition(small_drift(1)[0], "a quay")
         with pytest.raises(StateLayoutError, match="only absorb"):
             straight.model.generate(conditions, blind, self.CHUNKS, camera, 7)
         with pytest.raises(StateLayoutError, match="only absorb"):
-            straight.model.observe(conditions, blind, self.CHUNKS, camera, drift(24))
+            straight.model.observe(conditions, blind, self.CHUNKS, camera, small_drift(24))

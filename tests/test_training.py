@@ -4,6 +4,7 @@ import csv
 import os
 import signal
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,16 +14,18 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from longtake.server.camera.rays import chunk_geometry
-from longtake.server.model.bundle import build_vae, load_bundle, save_bundle
+from longtake.server.model.bundle import Bundle, build_vae, load_bundle, load_vae, save_bundle
 from longtake.server.model.config import TINY_WORLD, SanaWMConfig
 from longtake.server.model.familiarity import Familiarity
 from longtake.server.model.registry import world_from
 from longtake.server.model.rope import RopeTables, rope_tables
-from longtake.server.model.vae import TINY_WORLD_VAE, CausalVideoVAE, init_untrained
+from longtake.server.model.vae import TINY_WORLD_VAE, CausalVideoVAE, VAEConfig, init_untrained
 from longtake.server.model.vae_blocks import Carry
 from longtake.server.model.vocabulary import WordEmbedder
 from longtake.server.model.weights import WeightsError, build_transformer, untrained_weights
 from longtake.server.model.world import ChunkCamera
+from longtake.training import clips as training_clips
+from longtake.training import vae_stage, world_stage
 from longtake.training.clips import WORDS, ClipPool, clip_geometry, draw_clips, late_tables, to_pixels
 from longtake.training.fusion import fuse
 from longtake.training.generation import CameraPath, Forget, takes
@@ -33,13 +36,42 @@ from longtake.training.train import learning_rate, main, progress_of, run
 from longtake.training.vae_stage import VaeStage
 
 CPU = torch.device("cpu")
+SMALL_WORLD = replace(TINY_WORLD, num_layers=4, hidden_size=64, num_attention_heads=2, latent_hw=(2, 3))
+SMALL_VAE = replace(TINY_WORLD_VAE, encoder_widths=(16, 16, 16, 32), decoder_widths=(32, 16, 16, 16))
+"""As those that ship, with fewer blocks, heads and channels, and smaller frames."""
+
+
+def new_vae(config: VAEConfig) -> CausalVideoVAE:
+    vae = CausalVideoVAE(config)
+    init_untrained(vae, seed=0)
+    return build_vae(config, vae.state_dict())
 
 
 @pytest.fixture(scope="module")
 def untrained_vae() -> CausalVideoVAE:
-    vae = CausalVideoVAE(TINY_WORLD_VAE)
-    init_untrained(vae, seed=0)
-    return build_vae(TINY_WORLD_VAE, vae.state_dict())
+    return new_vae(TINY_WORLD_VAE)
+
+
+@pytest.fixture(scope="module")
+def small_bundle() -> Bundle:
+    transformer = build_transformer(SMALL_WORLD, untrained_weights(SMALL_WORLD, 0), dtype=torch.float32)
+    words = WordEmbedder(WORDS, torch.randn(len(WORDS.words), SMALL_WORLD.caption_channels))
+    return Bundle(transformer, new_vae(SMALL_VAE), words, Familiarity(30.0, 20.0))
+
+
+@pytest.fixture
+def small_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages train the small models on small clips."""
+    height, width = (SMALL_VAE.space_compression * side for side in SMALL_WORLD.latent_hw)
+    changes = [
+        (training_clips, {"HEIGHT": height, "WIDTH": width}),
+        (vae_stage, {"TINY_WORLD_VAE": SMALL_VAE, "load_vae": partial(load_vae, config=SMALL_VAE)}),
+        (world_stage, {"TINY_WORLD": SMALL_WORLD, "load_vae": partial(load_vae, config=SMALL_VAE)}),
+        (world_stage, {"load_bundle": partial(load_bundle, config=SMALL_WORLD, vae_config=SMALL_VAE)}),
+    ]
+    for module, names in changes:
+        for name, value in names.items():
+            monkeypatch.setattr(module, name, value)
 
 
 def test_geometry_of_a_clip_is_that_of_its_chunks() -> None:
@@ -190,16 +222,12 @@ def test_takes_are_what_the_server_makes(untrained_vae: CausalVideoVAE, tmp_path
 
 
 @pytest.mark.parametrize("forget", ["scans", "everything"])
-def test_what_is_forgotten_changes_the_chunks_after_the_first(
-    forget: Forget, untrained_vae: CausalVideoVAE, tmp_path: Path
-) -> None:
-    words = torch.randn(len(WORDS.words), TINY_WORLD.caption_channels)
-    weights = untrained_weights(TINY_WORLD, 0)
-    save_bundle(tmp_path, weights, untrained_vae.state_dict(), words, WORDS.words, Familiarity(30.0, 20.0))
-    clips, model = draw_clips(1, 3, 49, CPU, "walk", shown=[0]), load_bundle(tmp_path)
+@pytest.mark.usefixtures("small_world")
+def test_what_is_forgotten_changes_the_chunks_after_the_first(forget: Forget, small_bundle: Bundle) -> None:
+    clips = draw_clips(1, 3, 49, CPU, "walk", shown=[0])
     path = CameraPath(clips.poses, clips.intrinsics)
     whole, less = (
-        list(takes(model, clips.frames[:, 0], path, clips.captions, 0, forget=what)) for what in (None, forget)
+        list(takes(small_bundle, clips.frames[:, 0], path, clips.captions, 0, forget=what)) for what in (None, forget)
     )
     assert [torch.equal(a, b) for a, b in zip(whole, less, strict=True)] == [True, False]
 
@@ -214,6 +242,7 @@ def test_training_goes_on_with_the_same_words_only(untrained_vae: CausalVideoVAE
         run("x", stage, tmp_path, 1, lambda _: None)
 
 
+@pytest.mark.usefixtures("small_world")
 def test_weights_that_went_astray_are_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def lost(_vae: CausalVideoVAE, _batch: object) -> dict[str, Tensor]:
         return {"loss": torch.tensor(float("nan")), "mse": torch.tensor(float("nan"))}
@@ -264,6 +293,7 @@ def test_the_recipe_has_stages_of_nine_minutes_with_scenes_of_their_own() -> Non
     assert len({stage.seed for stage in stages.values()}) == len(stages)
 
 
+@pytest.mark.usefixtures("small_world")
 def test_a_stage_that_is_told_to_stop_saves_what_it_has(tmp_path: Path) -> None:
     stage = Stage(part="vae", minutes=1, batch=1, chunks=1, rate=1e-3, clips=1)
     run("a", stage, tmp_path, 1000, lambda _: os.kill(os.getpid(), signal.SIGTERM))
@@ -272,6 +302,7 @@ def test_a_stage_that_is_told_to_stop_saves_what_it_has(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
+@pytest.mark.usefixtures("small_world")
 def test_a_second_signal_does_not_cut_weights_in_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def save_twice_told(stage: VaeStage, folder: Path) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -283,6 +314,7 @@ def test_a_second_signal_does_not_cut_weights_in_half(tmp_path: Path, monkeypatc
     assert {path.name for path in tmp_path.iterdir()} == {"vae.safetensors", "a.csv", "a.png"}
 
 
+@pytest.mark.usefixtures("small_world")
 def test_stages_leave_weights_that_they_go_on_from(tmp_path: Path) -> None:
     lines: list[str] = []
     vae = Stage(part="vae", minutes=1, batch=1, chunks=1, rate=1e-3, clips=1)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from longtake.training.measures import NEAREST, colours, psnr, registered, sharpness, turned
+from longtake.training.measures import NEAREST, colours, known, psnr, registered, sharpness, turned
 from longtake.training.paths import clear_path
 from longtake.training.render import default_intrinsics, render
 from longtake.training.scenes import draw_scenes
@@ -39,3 +39,14 @@ def test_registration_finds_where_a_camera_looked_instead(yaw: float, pitch: flo
     frames = render(scenes, seen, lens, 20, 32)[:, 0]
     found = registered(scenes, frames, poses[:, 0], lens)
     assert (found - off).abs().max() < 4 * NEAREST
+
+
+def test_a_view_is_known_as_far_as_the_first_frame_shows_it() -> None:
+    lens = default_intrinsics(32, 20).double().expand(1, 4)
+    width = 2 * math.atan(16 / float(lens[0, 0]))
+    yaw = torch.tensor([[0.0, width / 2, width, math.pi]], dtype=torch.float64)
+    seen = turned(torch.eye(4, dtype=torch.float64)[None], yaw, torch.zeros_like(yaw))[0]
+    shares = known(seen, lens.expand(4, 4), 20, 32).tolist()
+    assert shares[0] == 1
+    assert 0.4 < shares[1] <= 0.5
+    assert shares[2:] == [0, 0]

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from take_fixtures import OtherNumerics, Take, begin_take, drift, resumed
+from take_fixtures import OtherNumerics, Take, begin_take, resumed, small_drift
 
 from longtake.api_schemas.problems import ProblemError
 from longtake.server.engine import start
@@ -39,13 +39,13 @@ CHUNKS = 5
 
 
 @pytest.fixture(scope="module")
-def made(model: WorldModel) -> Take:
+def made(small_model: WorldModel) -> Take:
     """Five chunks and three poses: a fork, a rewind, a prompt, an observed chunk; all snapshots but three are gone."""
     store = MemoryStore()
-    take = begin_take(store, model).fork(-1)
+    take = begin_take(store, small_model).fork(-1)
     take.post(24 * 3, prompt="night")
     take.rewind(1, seed=5)
-    take.post(24, clip=drift(24))
+    take.post(24, clip=small_drift(24))
     take.post(51)
     for branch in store._log.branches.values():
         branch.snapshots = {index: data for index, data in branch.snapshots.items() if index in (1, 3, 4)}
@@ -100,8 +100,8 @@ def test_a_sound_session_passes(take: Take) -> None:
     assert report.summary().endswith("are sound: all is well")
 
 
-def test_a_session_without_chunks_passes(store: MemoryStore, model: WorldModel) -> None:
-    report = checked(begin_take(store, model))
+def test_a_session_without_chunks_passes(store: MemoryStore, small_model: WorldModel) -> None:
+    report = checked(begin_take(store, small_model))
     assert (report.problems, report.chunks, report.replayed) == ([], 0, 0)
 
 
@@ -276,8 +276,8 @@ def test_it_says_how_far_it_is(take: Take) -> None:
     assert heard == [(index, CHUNKS) for index in range(CHUNKS)]
 
 
-def test_other_weights_are_a_problem_but_blobs_are_checked(take: Take, model: WorldModel) -> None:
-    other = OtherNumerics(model, other_bits=False)
+def test_other_weights_are_a_problem_but_blobs_are_checked(take: Take, small_model: WorldModel) -> None:
+    other = OtherNumerics(small_model, other_bits=False)
     other.weights_fingerprint = "others"  # type: ignore[attr-defined]
     report = checked(take, other)  # type: ignore[arg-type]
     assert (len(report.problems), report.replayed, report.snapshots) == (1, 0, 3)
@@ -286,8 +286,8 @@ def test_other_weights_are_a_problem_but_blobs_are_checked(take: Take, model: Wo
 
 class TestNumerics:
     @pytest.fixture
-    def there(self, model: WorldModel) -> WorldModel:
-        return OtherNumerics(model, other_bits=True)  # type: ignore[return-value]
+    def there(self, small_model: WorldModel) -> WorldModel:
+        return OtherNumerics(small_model, other_bits=True)  # type: ignore[return-value]
 
     def test_other_bits_on_other_numerics_are_told_and_not_failed(self, take: Take, there: WorldModel) -> None:
         report = checked(take, there)
@@ -296,8 +296,8 @@ class TestNumerics:
         assert [note.partition(":")[0] for note in report.notes[1:]] == ["chunk 0", "chunk 2", "chunk 4"]
         assert (report.replayed, report.compared) == (CHUNKS, 0)
 
-    def test_the_same_bits_on_other_numerics(self, take: Take, model: WorldModel) -> None:
-        report = checked(take, OtherNumerics(model, other_bits=False))  # type: ignore[arg-type]
+    def test_the_same_bits_on_other_numerics(self, take: Take, small_model: WorldModel) -> None:
+        report = checked(take, OtherNumerics(small_model, other_bits=False))  # type: ignore[arg-type]
         assert (len(report.notes), report.compared) == (1, CHUNKS)
 
     def test_a_session_that_went_on_elsewhere_from_an_approximate_state(
@@ -315,13 +315,13 @@ class TestNumerics:
         assert checked(elsewhere, there).problems == []
 
 
-def test_what_is_written_meanwhile_is_left_alone(take: Take, store: MemoryStore, model: WorldModel) -> None:
+def test_what_is_written_meanwhile_is_left_alone(take: Take, store: MemoryStore, small_model: WorldModel) -> None:
     class Busy(OtherNumerics):
         """Something happens to the session while its third chunk is replayed."""
 
         def __init__(self, happens: Callable[[], object]) -> None:
-            super().__init__(model, other_bits=False)
-            self.numerics_fingerprint = model.numerics_fingerprint
+            super().__init__(small_model, other_bits=False)
+            self.numerics_fingerprint = small_model.numerics_fingerprint
             self._happens = [happens]
 
         def absorb(self, *args: object, **options: object) -> object:  # type: ignore[override]
@@ -345,9 +345,9 @@ def test_a_session_record_that_can_not_be_read(take: Take, store: MemoryStore, r
     assert problem.startswith("session: it can not be read: SessionRecord is ")
 
 
-def test_no_such_session(model: WorldModel) -> None:
+def test_no_such_session(small_model: WorldModel) -> None:
     with pytest.raises(ProblemError) as refused:
-        verify(MemoryStore(), model, new_session_id())
+        verify(MemoryStore(), small_model, new_session_id())
     assert refused.value.code == "session_not_found"
 
 

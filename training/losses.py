@@ -1,5 +1,7 @@
 """What the two parts of the model learn from a batch."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -7,7 +9,7 @@ from torch.nn import functional
 from longtake.server.camera.rays import LATENTS_PER_CHUNK
 from longtake.server.model.conditions import ChunkCondition, TextCondition
 from longtake.server.model.rope import RopeTables
-from longtake.server.model.sampler import MAX_TIMESTEP, denoise_chunk
+from longtake.server.model.sampler import MAX_TIMESTEP, euler_steps
 from longtake.server.model.state import TransformerState
 from longtake.server.model.transformer import SanaWMTransformer
 from longtake.server.model.vae import CausalVideoVAE
@@ -42,12 +44,20 @@ def shifted(uniform: Tensor) -> Tensor:
     return (sigma * MAX_TIMESTEP).floor().clamp(1, MAX_TIMESTEP)
 
 
+class Noisy(NamedTuple):
+    """A chunk on its way from noise: latents [B,C,F,h,w] and timesteps [B,1]."""
+
+    latents: Tensor
+    timesteps: Tensor
+
+
 class WorldLoss:
     """Flow matching chunk by chunk, as the model is served: each from noise and the memory of those before.
 
     Args:
         model: in its training dtype. words: [words,E] vectors of the vocabulary.
-        own_history: chunks that the model sampled itself are remembered, instead of the true ones.
+        own_history: chunks that the model sampled itself are remembered, instead of the true ones, and its steps are
+            those of the sampler, each from where the one before led.
     """
 
     def __init__(self, model: SanaWMTransformer, words: nn.Parameter, *, own_history: bool) -> None:
@@ -68,12 +78,13 @@ class WorldLoss:
         losses = []
         starts = range(1, batch["latents"].shape[2], LATENTS_PER_CHUNK)
         for start in starts:
-            first = start if start > 1 else 0
-            clean = batch["latents"][:, :, first : start + LATENTS_PER_CHUNK].float()
-            chunk = self._condition(batch, text, first, clean)
-            losses.append(self._chunk_loss(clean, chunk, state, pinned=int(first == 0)))
+            pinned = int(start == 1)
+            clean = batch["latents"][:, :, start - pinned : start + LATENTS_PER_CHUNK].float()
+            chunk = self._condition(batch, text, start - pinned, clean)
+            noisy, known = self._sampled(clean, chunk, state, pinned) if self.own_history else _noised(clean, pinned)
+            losses.append(self._velocity_error(noisy, clean, chunk, state, pinned))
             if start < starts[-1]:
-                state = self._remember(clean, chunk, state, pinned=int(first == 0))
+                _, state = self.model(known, known.new_zeros(len(known), known.shape[2]), chunk, state, write=True)
         found = torch.stack(losses)
         torch.autograd.backward(found.mean())
         return {"loss": found.mean().detach(), "chunks": found.detach()}
@@ -87,31 +98,34 @@ class WorldLoss:
         assert chunk.camera is not None
         return chunk._replace(cos=cos, sin=sin, camera=chunk.camera._replace(cos=cam_cos, sin=cam_sin))
 
-    def _timesteps(self, clean: Tensor) -> Tensor:
-        uniform = torch.rand(len(clean), 1, device=clean.device)
-        if not self.own_history:
-            return shifted(uniform)
-        return self.choices[(uniform * len(self.choices)).long()]
-
-    def _chunk_loss(self, clean: Tensor, chunk: ChunkCondition, state: TransformerState | None, pinned: int) -> Tensor:
-        free = torch.ones(clean.shape[2], device=clean.device)
-        free[:pinned] = 0
-        timesteps = self._timesteps(clean) * free
-        sigma = (timesteps / MAX_TIMESTEP)[:, None, :, None, None]
-        noise = torch.randn_like(clean)
-        velocity, _ = self.model(clean + sigma * (noise - clean), timesteps, chunk, state)
-        return functional.mse_loss(velocity[:, :, pinned:], (noise - clean)[:, :, pinned:])
-
-    def _remember(
+    def _sampled(
         self, clean: Tensor, chunk: ChunkCondition, state: TransformerState | None, pinned: int
-    ) -> TransformerState:
-        """The state after a chunk: of true latents with some noise, or of what the model makes there."""
+    ) -> tuple[Noisy, Tensor]:
+        """Any step of the sampler for each clip, and what the model makes of the chunk."""
         noise = torch.randn_like(clean)
         noise[:, :, :pinned] = clean[:, :, :pinned]
-        if self.own_history:
-            known = denoise_chunk(self.model, noise, chunk, state, pinned=pinned)
-        else:
-            known = clean + HISTORY_NOISE * torch.rand(len(clean), 1, 1, 1, 1, device=clean.device) * (noise - clean)
-        after: TransformerState
-        _, after = self.model(known, known.new_zeros(len(known), known.shape[2]), chunk, state, write=True)
-        return after
+        *steps, known = (noise, *euler_steps(self.model, noise, chunk, state, pinned=pinned))
+        choice = torch.randint(len(steps), (len(clean),), device=clean.device)
+        latents = torch.stack(steps)[choice, torch.arange(len(clean), device=clean.device)]
+        return Noisy(latents, self.choices[choice, None]), known
+
+    def _velocity_error(
+        self, noisy: Noisy, clean: Tensor, chunk: ChunkCondition, state: TransformerState | None, pinned: int
+    ) -> Tensor:
+        """Mean square of it, beside the velocity that leads straight to the clean chunk."""
+        free = torch.ones(clean.shape[2], device=clean.device)
+        free[:pinned] = 0
+        sigma = (noisy.timesteps / MAX_TIMESTEP)[:, None, :, None, None]
+        latents = torch.where(free.bool()[:, None, None], noisy.latents, clean)
+        velocity, _ = self.model(latents, noisy.timesteps * free, chunk, state)
+        return functional.mse_loss(velocity[:, :, pinned:], ((latents - clean) / sigma)[:, :, pinned:])
+
+
+def _noised(clean: Tensor, pinned: int) -> tuple[Noisy, Tensor]:
+    """A chunk with noise of any level, and with some noise as it is remembered."""
+    timesteps = shifted(torch.rand(len(clean), 1, device=clean.device))
+    sigma = (timesteps / MAX_TIMESTEP)[:, None, :, None, None]
+    noise, part = torch.randn_like(clean), HISTORY_NOISE * torch.rand(len(clean), 1, 1, 1, 1, device=clean.device)
+    known = clean + part * (torch.randn_like(clean) - clean)
+    known[:, :, :pinned] = clean[:, :, :pinned]
+    return Noisy(clean + sigma * (noise - clean), timesteps), known

@@ -43,6 +43,21 @@ def turned(poses: Tensor, yaw: Tensor, pitch: Tensor) -> Tensor:
     return found
 
 
+def known(poses: Tensor, intrinsics: Tensor, height: int, width: int) -> Tensor:
+    """How much of each view the first frame shows, going by its directions alone, 0…1 → [B].
+
+    Args:
+        poses: [B,4,4] relative to frame 0. intrinsics: [B,4] in pixels.
+    """
+    fx, fy, cx, cy = (x[:, None, None] for x in intrinsics.unbind(-1))
+    v, u = torch.meshgrid(*(torch.arange(n, device=poses.device) + 0.5 for n in (height, width)), indexing="ij")
+    rays = torch.stack([(u - cx) / fx, (v - cy) / fy, torch.ones_like(u).expand(len(poses), -1, -1)], dim=-1)
+    x, y, z = torch.einsum("bij,bhwj->ibhw", poses[:, :3, :3], rays.to(poses.dtype))
+    inside: Tensor = (z > 0) & ((x / z * fx + cx - width / 2).abs() < width / 2)
+    inside = inside & ((y / z * fy + cy - height / 2).abs() < height / 2)
+    return inside.double().mean((1, 2))
+
+
 def registered(scenes: Scenes, frames: Tensor, poses: Tensor, intrinsics: Tensor) -> Tensor:
     """Where generated frames look instead of where they should, found by rendering the scene around the true pose.
 

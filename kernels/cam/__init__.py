@@ -207,9 +207,9 @@ def cam_branch(
         placed = Positions(training.camera_tables(tables[0], tables[1], q), (projection, projection_inverse))
         walk = training.Walk(direction, initial_state, slots, first, precision, backward)
         inputs = ScanInputs(q, k, v, beta, decay)
-        out, state = training.cam_branch(inputs, activation, placed, walk, discount=discount)
-        out = return_tokens(out, projection, cos, sin) if output_transform else out
-        return CamOutput(out.to(v.dtype), state)
+        rounded = not output_transform
+        out, state = training.cam_branch(inputs, activation, placed, walk, discount=discount, rounded=rounded)
+        return CamOutput(out if rounded else return_tokens(out, projection, cos, sin).to(v.dtype), state)
     from longtake.kernels.cam import ops
 
     norms = (norm, *weights, norm_eps, *rms, k_scale)

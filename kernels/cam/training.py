@@ -28,9 +28,18 @@ class Walk(NamedTuple):
 
 
 def cam_branch(
-    x: ScanInputs, activation: Activation, positions: Positions | None, walk: Walk, *, discount: bool = False
+    x: ScanInputs,
+    activation: Activation,
+    positions: Positions | None,
+    walk: Walk,
+    *,
+    discount: bool = False,
+    rounded: bool = False,
 ) -> CamOutput:
-    """Reads [B,N,H,D] fp32 in the ray frame and fresh state, from raw q, k, v or, as they are, prepared ones."""
+    """Reads [B,N,H,D] in the ray frame and fresh state, from raw q, k, v or, as they are, prepared ones.
+
+    Reads are fp32, or `rounded` to the dtype of v.
+    """
     scan = Scan(
         *x[:5],
         activation,
@@ -42,7 +51,7 @@ def cam_branch(
     )
     state = walk.state if walk.state is None or walk.slots is None else walk.state[walk.slots]
     first = None if state is None else Memory(state, None)
-    out, _, last = scan_with_gradient(scan, first, walk.starts, walk.backward or "triton")
+    out, _, last = scan_with_gradient(scan, first, walk.starts, walk.backward or "triton", rounded=rounded)
     return CamOutput(out, None if last is None else last.kv)
 
 

@@ -42,6 +42,8 @@ class Configuration(NamedTuple):
     absorb_rows: int
     absorb_warps: int
     absorb_stages: int
+    receive_stages: int
+    combine_warps: int
     value_columns: int
     remember_warps: int
     remember_stages: int
@@ -61,6 +63,8 @@ HOPPER_BF16 = Configuration(
     absorb_rows=64,
     absorb_warps=8,
     absorb_stages=4,
+    receive_stages=3,
+    combine_warps=4,
     value_columns=32,
     remember_warps=4,
     remember_stages=3,
@@ -75,6 +79,8 @@ HOPPER_TF32 = HOPPER_BF16._replace(
     dot="tf32",
     absorb_rows=16,
     absorb_stages=1,
+    receive_stages=1,
+    combine_warps=8,
     value_columns=16,
     remember_stages=1,
     remember_warps=8,
@@ -87,6 +93,7 @@ HOPPER_TF32 = HOPPER_BF16._replace(
 HOPPER_IEEE = HOPPER_TF32._replace(
     dot="ieee",
     absorb_warps=16,
+    combine_warps=16,
     remember_warps=16,
     read=Reading(16, 14, warps=8),
     read_without_normaliser=Reading(16, 14, warps=8),

@@ -213,7 +213,7 @@ def _read_kernel(
         at = out + ((batch * all_tokens + row) * heads + head)[:, None] * D
         if RETURNED:
             y0, y1 = _halves(y)
-            y0 = map_quads(y0, load_matrices(matrix, row, inside))
+            y0 = map_quads(y0, load_matrices(matrix, row, inside, False))
             c, s = load_turn(cos, sin, row, inside, HALF // 2, 0, HALF // 2, WIDTH // 2)
             y1 = rotate_pairs(y1, c, -s)
             half = tl.arange(0, WIDTH)[None, :]

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from longtake.kernels.triton_tiles import rotate_pairs
+
 HEAD_NORM = tl.constexpr(1)
 """Over the D entries of each head; 0: no norm."""
 FULL_NORM = tl.constexpr(2)
@@ -57,22 +59,45 @@ def map_quads(x: tl.tensor, m: tl.tuple) -> tl.tensor:
 
 
 @triton.jit
-def _load_rows(row: tl.tensor, inside: tl.tensor) -> tl.tuple:
+def _load_rows(row: tl.tensor, inside: tl.tensor, STEP: tl.constexpr) -> tl.tuple:
     return (
         tl.load(row, inside, 0.0)[:, None],
-        tl.load(row + 1, inside, 0.0)[:, None],
-        tl.load(row + 2, inside, 0.0)[:, None],
-        tl.load(row + 3, inside, 0.0)[:, None],
+        tl.load(row + STEP, inside, 0.0)[:, None],
+        tl.load(row + 2 * STEP, inside, 0.0)[:, None],
+        tl.load(row + 3 * STEP, inside, 0.0)[:, None],
     )
 
 
 @triton.jit
-def load_matrices(matrix: tl.tensor, token: tl.tensor, inside: tl.tensor) -> tl.tuple:
-    """The four rows of the matrices of some tokens, of four entries [R,1] each."""
+def load_matrices(matrix: tl.tensor, token: tl.tensor, inside: tl.tensor, TRANSPOSED: tl.constexpr) -> tl.tuple:
+    """The four rows of the matrices of some tokens, or their columns, of four entries [R,1] each."""
+    row: tl.constexpr = 1 if TRANSPOSED else 4
+    col: tl.constexpr = 4 if TRANSPOSED else 1
     first = matrix + token * 16
     return (
-        _load_rows(first, inside),
-        _load_rows(first + 4, inside),
-        _load_rows(first + 8, inside),
-        _load_rows(first + 12, inside),
+        _load_rows(first, inside, col),
+        _load_rows(first + row, inside, col),
+        _load_rows(first + 2 * row, inside, col),
+        _load_rows(first + 3 * row, inside, col),
     )
+
+
+@triton.jit
+def unplace(
+    x: tl.tensor, matrix: tl.tensor, cos: tl.tensor, sin: tl.tensor, row: tl.tensor, tokens: tl.tensor,
+    first: tl.tensor, D: tl.constexpr, POSITIONS: tl.constexpr, TRANSPOSED: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Gradients [R,C] of entries from `first` on of placed tokens → those of the tokens.
+
+    TRANSPOSED: the columns of their matrices are those that map back.
+    """
+    if POSITIONS != 0:
+        PAIRS: tl.constexpr = D // 2 if POSITIONS == ROTARY else D // 4
+        pair = first // 2 + tl.arange(0, x.shape[1] // 2) - (D // 2 - PAIRS)
+        place = (row * PAIRS)[:, None] + pair[None, :]
+        within = (row < tokens)[:, None] & ((pair >= 0) & (pair < PAIRS))[None, :]
+        x = rotate_pairs(x, tl.load(cos + place, within, 1.0), -tl.load(sin + place, within, 0.0))
+        if POSITIONS == CAMERA:
+            mapped = map_quads(x, load_matrices(matrix, row, row < tokens, TRANSPOSED))
+            x = tl.where((first + tl.arange(0, x.shape[1]) < D // 2)[None, :], mapped, x)
+    return x

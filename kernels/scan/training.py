@@ -21,7 +21,10 @@ from longtake.kernels.triton_tiles import aligned, check_operands
 
 
 class Trained(NamedTuple):
-    """Checked arguments of a scan with a gradient, flat; `cos` and `sin` as tables of pairs. `backward`: a backend."""
+    """Checked arguments of a scan with a gradient, flat; `cos` and `sin` as tables of pairs.
+
+    `rounded`: the numerator is in the dtype of v, not in fp32. `backward`: a backend.
+    """
 
     q: Tensor
     k: Tensor
@@ -45,12 +48,18 @@ class Trained(NamedTuple):
     discount: bool
     direction: str
     precision: str
+    rounded: bool
     backward: str
 
     @property
     def differentiable(self) -> tuple[Tensor | None, ...]:
         """The first arguments, which have a gradient."""
         return self.q, self.k, self.v, self.beta, self.decay, self.q_weight, self.k_weight, self.kv, self.z
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the numerator."""
+        return self.v.dtype if self.rounded else torch.float32
 
 
 class Kept(NamedTuple):
@@ -93,7 +102,7 @@ def _run(*arguments: Any) -> tuple[Tensor, ...]:  # noqa: ANN401
     check_operands(x.q, x.k, x.v)
     check_device(cast(Precision, x.precision), x.q.device)
     with on_device_of(x.q):
-        found, saved = run(_scan(x), States(_memory(x.kv, x.z), starts=x.starts), Finish())
+        found, saved = run(_scan(x), States(_memory(x.kv, x.z), starts=x.starts), Finish(x.dtype))
     made = found.state or (None, None)
     results = (found.out, found.denominator, *made, saved.transitions, *saved.snapshots)
     return tuple(or_nothing(y, found.out) for y in results)
@@ -115,15 +124,15 @@ def _fake(*arguments: Any) -> tuple[Tensor, ...]:  # noqa: ANN401
         reads if x.normaliser else (0,),
     )
     config = scan.configuration
-    dtypes = [torch.float32] * 4 + [config.operand, torch.float32, torch.float32]
+    dtypes = [x.dtype] + [torch.float32] * 3 + [config.operand, torch.float32, torch.float32]
     if config.bf16_snapshots:
         dtypes[5] = torch.bfloat16
     return tuple(x.q.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
 
 
 def _zeros_unless(grad: Tensor | None, like: Tensor, *shape: int) -> Tensor:
-    """A gradient as the kernels take it, fp32 and contiguous; zeros where none came."""
-    return like.new_zeros(shape, dtype=torch.float32) if grad is None else grad.float().contiguous()
+    """A gradient as the kernels take it, contiguous; zeros in fp32 where none came."""
+    return like.new_zeros(shape, dtype=torch.float32) if grad is None else grad.contiguous()
 
 
 def _upstream(x: Trained, kept: Kept) -> Upstream:
@@ -198,17 +207,20 @@ def _hand_back(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  #
 _scan_with_gradient.register_autograd(_hand_back, setup_context=_keep)
 
 
-def scan_with_gradient(scan: Scan, state: Memory | None, starts: Tensor | None, backward: str) -> Results:
+def scan_with_gradient(
+    scan: Scan, state: Memory | None, starts: Tensor | None, backward: str, *, rounded: bool = False
+) -> Results:
     """Numerator, denominator and fresh final state of a scan, fp32, which autograd follows.
 
-    `scan`: checked, without an inverse RMS; `starts` [C]: first frames of chunks; `backward`: backend of its gradients.
+    `scan`: checked, without an inverse RMS; `starts` [C]: first frames of chunks; `rounded`: the numerator comes in the
+    dtype of v; `backward`: backend of its gradients.
     """
     activation, positions = scan.activation, scan.positions
     kv, z = state or (None, None)
     weights, matrices = activation.weights, (positions and positions.matrices) or (None, None)
     tables = positions.tables if positions else (None, None)
     norm = (activation.norm, activation.eps, activation.relu, activation.k_scale)
-    how = (scan.normaliser, scan.discount, scan.direction, scan.precision, backward)
+    how = (scan.normaliser, scan.discount, scan.direction, scan.precision, rounded, backward)
     out, denominator, *last, _, _, _ = _scan_with_gradient(
         *scan[:5], *weights, kv, z, *tables, *matrices, starts, *norm, *how
     )

@@ -22,11 +22,11 @@ def reference_results(x: "Trained") -> tuple[Tensor | None, ...]:
         state = None if x.kv is None or x.z is None else GdnState(x.kv, x.z)
         how |= norms | {"cos": x.cos, "sin": x.sin, "k_scale": x.k_scale, "initial_state": state}
         found = gdn_scan(*tokens, **how)
-        return (found.out, found.denominator, *(found.state or (None, None)))
+        return (found.out.to(x.dtype), found.denominator, *(found.state or (None, None)))
     if x.projection is None or x.projection_inverse is None:
         reads = cam_scan(*tokens, initial_state=x.kv, **how)
     else:
         positions = (x.projection, x.projection_inverse, x.cos, x.sin)
         how |= norms | {"discount": x.discount, "output_transform": False, "k_scale": x.k_scale}
         reads = cam_branch(*tokens, *positions, initial_state=x.kv, **how)
-    return (reads.out, None, reads.state, None)
+    return (reads.out.to(x.dtype), None, reads.state, None)

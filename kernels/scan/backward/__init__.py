@@ -7,5 +7,5 @@ G_t = B_t + g_{t+1}·(I − P_{t+1})·G_{t+1}, and for each token, with Y = g_t�
     dq̃ = M_t·dn,   dv = β·u,   dβ = u·e,   dk̃ = β·(G·e − Y·u),   dg_t = ⟨M_{t−1}, (I − P_t)·G_t⟩.
 
 The reverse scan is the same with R_t for M_{t−1}, walked the other way; the normaliser is the same with plain keys and
-values of one.
+values of one. Gradients of placed tokens leave the ray frame where they are made.
 """

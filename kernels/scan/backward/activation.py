@@ -8,43 +8,45 @@ import triton.language as tl
 from torch import Tensor
 
 from longtake.kernels.fitting import Fitted
-from longtake.kernels.scan.heads import (
-    NORM_FLOOR,
-    activate_heads,
-    growth_of,
-    inverse_rms,
-    load_heads,
-    place_heads,
-    position_of,
-    store_heads,
-)
+from longtake.kernels.scan.heads import NORM_FLOOR, activate_heads, inverse_rms, load_heads, store_heads
 from longtake.kernels.scan.inputs import NORMS, Activation
-from longtake.kernels.scan.tokens import CAMERA, FULL_NORM, HEAD_NORM
+from longtake.kernels.scan.tokens import FULL_NORM, HEAD_NORM, load_matrix, map_quads
 from longtake.kernels.triton_tiles import octet_strides, padded
 
 HEADS_AT_ONCE = 4
-BLOCK_TOKENS, TILE_TOKENS = 256, 32
+BLOCK_TOKENS, TILE_TOKENS = 128, 32
 """Tokens whose share of a weight's gradient one program sums, and how many at once."""
 
 
 @triton.jit
-def _unplaced(
-    x: tl.tensor, grad: tl.tensor, weight: tl.tensor, inverse: tl.tensor, ratio_grad: tl.tensor, head: tl.tensor,
-    heads: tl.tensor, eps: tl.tensor, scale: tl.tensor, place: tl.tuple, unplace: tl.tuple, NORM: tl.constexpr,
-    WEIGHTED: tl.constexpr, RELU: tl.constexpr, GROWTH: tl.constexpr, D: tl.constexpr, SIDE: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Gradients of some heads in the ray frame → in the camera's, with those that their growth brings."""
-    if GROWTH:
-        a = activate_heads(x, weight, inverse, head, heads, eps, scale, NORM, WEIGHTED, RELU, D, SIDE)
-        y = place_heads(a, place, CAMERA)
-        before, after, ratio = growth_of(a, y, tl.float32)
-        slope = tl.div_rn(2 * ratio_grad, tl.maximum(before, NORM_FLOOR))
-        rise = tl.where(after > NORM_FLOOR, slope, 0.0)[:, None]
-        fall = tl.where(before > NORM_FLOOR, slope * ratio, 0.0)[:, None]
-        grad = place_heads(grad + rise * y, unplace, CAMERA) - fall * a
-    else:
-        grad = place_heads(grad, unplace, CAMERA)
-    return grad
+def _squared(matrix: tl.tensor) -> tl.tuple:
+    """Rows of Mᵀ·M."""
+    c0, c1, c2, c3 = load_matrix(matrix, True)
+    m00, m01, m02, m03 = _inner(c0, c0), _inner(c0, c1), _inner(c0, c2), _inner(c0, c3)
+    m11, m12, m13 = _inner(c1, c1), _inner(c1, c2), _inner(c1, c3)
+    m22, m23, m33 = _inner(c2, c2), _inner(c2, c3), _inner(c3, c3)
+    return (m00, m01, m02, m03), (m01, m11, m12, m13), (m02, m12, m22, m23), (m03, m13, m23, m33)
+
+
+@triton.jit
+def _inner(x: tl.tuple, y: tl.tuple) -> tl.tensor:
+    return x[0] * y[0] + x[1] * y[1] + x[2] * y[2] + x[3] * y[3]
+
+
+@triton.jit
+def _grown(
+    a: tl.tensor, square: tl.tuple, ratio: tl.tensor, ratio_grad: tl.tensor, D: tl.constexpr, SIDE: tl.constexpr
+) -> tl.tensor:
+    """What the gradient of the growth ‖M·a‖²/‖a‖² of activated heads a brings them: 2·(Mᵀ·M·a − ratio·a)/‖a‖² times it.
+
+    The camera turns their second half, which changes no norm. Both norms are at least NORM_FLOOR.
+    """
+    before = tl.sum(a * a, axis=1)
+    least = tl.maximum(before, NORM_FLOOR)
+    slope = tl.div_rn(2 * ratio_grad, least)
+    rise = tl.where(ratio * least > NORM_FLOOR, slope, 0.0)[:, None]
+    fall = tl.where(before > NORM_FLOOR, slope * ratio, 0.0)[:, None]
+    return rise * tl.where((tl.arange(0, SIDE) < D // 2)[None, :], map_quads(a, square), a) - fall * a
 
 
 @triton.jit
@@ -64,32 +66,27 @@ def _rectified(
 
 @triton.jit
 def _load_gradient(
-    x: tl.tensor, grad: tl.tensor, weight: tl.tensor, ratio_grad: tl.tensor, inverse: tl.tensor, head: tl.tensor,
-    heads: tl.tensor, eps: tl.tensor, scale: tl.tensor, place: tl.tuple, unplace: tl.tuple, NORM: tl.constexpr,
-    WEIGHTED: tl.constexpr, RELU: tl.constexpr, POSITIONS: tl.constexpr, GROWTH: tl.constexpr, D: tl.constexpr,
+    x: tl.tensor, grad: tl.tensor, weight: tl.tensor, square: tl.tuple, ratio: tl.tensor, ratio_grad: tl.tensor,
+    inverse: tl.tensor, head: tl.tensor, heads: tl.tensor, tokens: tl.tensor, eps: tl.tensor, scale: tl.tensor,
+    NORM: tl.constexpr, WEIGHTED: tl.constexpr, RELU: tl.constexpr, GROWTH: tl.constexpr, D: tl.constexpr,
     SIDE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Gradients of some heads x with ReLU and norm, but without a position."""
+    """Gradients of some heads x with ReLU and norm."""
     found = load_heads(grad, head, D // 8, heads, D, SIDE)
-    if POSITIONS == CAMERA:
-        slope = tl.zeros((head.shape[0],), tl.float32)
-        if GROWTH:
-            slope = tl.load(ratio_grad + head, head < heads, 0.0)
-        found = _unplaced(
-            x, found, weight, inverse, slope, head, heads, eps, scale, place, unplace, NORM, WEIGHTED, RELU, GROWTH, D,
-            SIDE,
-        )  # fmt: skip
+    if GROWTH:
+        a = activate_heads(x, weight, inverse, head, heads, eps, scale, NORM, WEIGHTED, RELU, D, SIDE)
+        grown = tl.load(ratio + head.to(tl.int64) * tokens, head < heads, 0.0)
+        found += _grown(a, square, grown, tl.load(ratio_grad + head, head < heads, 0.0), D, SIDE)
     return found
 
 
-@triton.jit(do_not_specialize=["heads", "tokens", "x_batch", "x_token", "x_head", "own_tables", "eps", "scale"])
+@triton.jit(do_not_specialize=["heads", "tokens", "x_batch", "x_token", "x_head", "eps", "scale"])
 def _activation_kernel(
     x: tl.tensor,
     grad: tl.tensor,
     weight: tl.tensor,
     matrix: tl.tensor,
-    cos: tl.tensor,
-    sin: tl.tensor,
+    ratio: tl.tensor,
     ratio_grad: tl.tensor,
     out: tl.tensor,
     rms_out: tl.tensor,
@@ -98,7 +95,6 @@ def _activation_kernel(
     x_batch: int,
     x_token: int,
     x_head: int,
-    own_tables: int,
     eps: float,
     scale: float,
     D: tl.constexpr,
@@ -108,22 +104,20 @@ def _activation_kernel(
     NORM: tl.constexpr,
     WEIGHTED: tl.constexpr,
     RELU: tl.constexpr,
-    POSITIONS: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
     GROWTH: tl.constexpr,
 ) -> None:
-    """One token, whose heads are taken in GROUPS groups of HEADS; `grad` is left in the camera's frame for weights."""
+    """One token, whose heads are taken in GROUPS groups of HEADS; what its growth brings is added to `grad`, too."""
     token = tl.program_id(0).to(tl.int64)
     batch, row = token // tokens, token % tokens
     x += (batch * x_batch + row * x_token) * 8
     grad += token * heads * D
     out += token * heads * D
+    ratio += batch * heads * tokens + row
     ratio_grad += token * heads
-    matrix += token * 16
+    square = ()
+    if GROWTH:
+        square = _squared(matrix + token * 16)
     inverse = inverse_rms(x, x, x_head, heads, eps, NORM, False, D, SIDE, HEADS, GROUPS)
-    turns = (row + batch * own_tables * tokens) * (D // 4)
-    place = position_of(matrix, cos + turns, sin + turns, TRANSPOSED, 1.0, POSITIONS, D, SIDE)
-    unplace = position_of(matrix, cos + turns, sin + turns, not TRANSPOSED, -1.0, POSITIONS, D, SIDE)
     pull = tl.zeros((HEADS, 1), tl.float32)
     if NORM == FULL_NORM:
         total = tl.zeros((HEADS,), tl.float32)
@@ -131,8 +125,8 @@ def _activation_kernel(
             head = group * HEADS + tl.arange(0, HEADS)
             raw = load_heads(x, head, x_head, heads, D, SIDE)
             back = _load_gradient(
-                raw, grad, weight, ratio_grad, inverse, head, heads, eps, scale, place, unplace, NORM, WEIGHTED, RELU,
-                POSITIONS, GROWTH, D, SIDE,
+                raw, grad, weight, square, ratio, ratio_grad, inverse, head, heads, tokens, eps, scale, NORM, WEIGHTED,
+                RELU, GROWTH, D, SIDE,
             )  # fmt: skip
             total += tl.sum(raw * _rectified(raw, back, weight, head, heads, scale, WEIGHTED, RELU, D, SIDE), axis=1)
         pull += inverse * inverse * inverse * tl.div_rn(tl.sum(total, axis=0), heads * D * 1.0)
@@ -141,10 +135,10 @@ def _activation_kernel(
         head = group * HEADS + tl.arange(0, HEADS)
         raw = load_heads(x, head, x_head, heads, D, SIDE)
         back = _load_gradient(
-            raw, grad, weight, ratio_grad, inverse, head, heads, eps, scale, place, unplace, NORM, WEIGHTED, RELU,
-            POSITIONS, GROWTH, D, SIDE,
+            raw, grad, weight, square, ratio, ratio_grad, inverse, head, heads, tokens, eps, scale, NORM, WEIGHTED,
+            RELU, GROWTH, D, SIDE,
         )  # fmt: skip
-        if POSITIONS == CAMERA and WEIGHTED:
+        if GROWTH and WEIGHTED:
             store_heads(grad, back, head, heads, D, D, "ieee")
         back = _rectified(raw, back, weight, head, heads, scale, WEIGHTED, RELU, D, SIDE)
         factor = tl.full((HEADS, 1), 1.0, tl.float32) * inverse
@@ -205,13 +199,12 @@ class RawGradients(NamedTuple):
     weight: Tensor | None
 
 
-class Placement(NamedTuple):
-    """Where the camera puts tokens: maps [B,N,4,4], transposed or not, tables of pairs, gradient of growth [B,N,H]."""
+class Growth(NamedTuple):
+    """Maps [B,N,4,4] of keys into ray frames, how much keys grow there [B,H,N], and the gradient of that [B,N,H]."""
 
     matrix: Tensor
-    transposed: bool
-    tables: tuple[Tensor, Tensor]
-    growth_grad: Tensor | None
+    ratio: Tensor
+    grad: Tensor
 
 
 def activation_gradients(
@@ -220,30 +213,26 @@ def activation_gradients(
     weight: Tensor | None,
     activation: Activation,
     scale: float,
-    placement: Placement | None = None,
+    growth: Growth | None = None,
 ) -> RawGradients:
-    """Through position, scale, ReLU and norm: gradients of raw x [B,N,H,D], aligned, from those of the operand.
+    """Through scale, ReLU and norm: gradients of raw x [B,N,H,D], aligned, from those of activated x.
 
-    `grad` [B,N,H,D] is overwritten with those of what has no position yet, if there is a placement and a weight.
+    What growth brings is added to `grad` [B,N,H,D] in place, if there is growth and a weight.
     """
     batch, tokens, heads, dim = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rms = grad.new_empty((batch, tokens), dtype=torch.float32)
     group = min(HEADS_AT_ONCE, triton.next_power_of_2(heads))
-    matrix, transposed, tables, growth_grad = placement or Placement(grad, False, (grad, grad), None)
     Fitted(_activation_kernel, x.device)[(batch * tokens,)](
         x,
         grad,
         grad if weight is None else weight,
-        matrix,
-        *tables,
-        grad if growth_grad is None else growth_grad,
+        *(growth or (grad, grad, grad)),
         out,
         rms,
         heads,
         tokens,
         *octet_strides(x),
-        int(placement is not None and tables[0].shape[0] > 1),
         activation.eps,
         scale,
         D=dim,
@@ -253,9 +242,7 @@ def activation_gradients(
         NORM=NORMS[activation.norm],
         WEIGHTED=weight is not None,
         RELU=activation.relu,
-        POSITIONS=0 if placement is None else 2,
-        TRANSPOSED=transposed,
-        GROWTH=growth_grad is not None,
+        GROWTH=growth is not None,
         num_warps=1,
     )
     return RawGradients(out, None if weight is None else _weight_gradient(x, grad, weight, rms, activation, scale))

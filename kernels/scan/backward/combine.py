@@ -24,13 +24,6 @@ ROWS = tl.constexpr(16)
 """Values that are multiplied at once: registers spill with 32."""
 
 
-@triton.jit
-def _add_product(total: tl.tensor, x: tl.tensor, y: tl.tensor, PRECISION: tl.constexpr) -> tl.tensor:
-    """Total [SIDE,SIDE] + xᵀ·y + yᵀ·x of operands [R,SIDE]."""
-    total = tl.dot(tl.trans(x), y, total, input_precision=PRECISION)
-    return tl.dot(tl.trans(y), x, total, input_precision=PRECISION)
-
-
 @triton.jit(do_not_specialize=["frames", "first_direction", "has_state"])
 def _combine_kernel(
     grads: tl.tensor,
@@ -41,6 +34,7 @@ def _combine_kernel(
     decay: tl.tensor,
     by_value: tl.tensor,
     by_key: tl.tensor,
+    read: tl.tensor,
     decay_grad: tl.tensor,
     frames: int,
     first_direction: int,
@@ -58,6 +52,7 @@ def _combine_kernel(
     key = tl.arange(0, SIDE)
     kv += memory * D * D
     by_value += frame * D * D
+    read += frame * D * D
     transitions += frame * (2 if NORMALISER else 1) * D * D
     total = tl.zeros((SIDE, SIDE), tl.float32)
     kept = tl.zeros((ROWS, SIDE), tl.float32)
@@ -65,11 +60,13 @@ def _combine_kernel(
         value = block * ROWS + tl.arange(0, ROWS)
         slab, valid = value[:, None] * D + key[None, :], (value < D)[:, None] & (key < D)[None, :]
         summed, rounded = tl.zeros((ROWS, SIDE), tl.float32), tl.zeros((ROWS, SIDE), tl.float32)
+        seen = tl.zeros((ROWS, SIDE), tl.float32)
         for i in tl.static_range(0, DIRECTIONS):
             reverse = first_direction + i == 1
             held = place - tl.where(reverse, 0, 1)  # the snapshot of what this frame was absorbed into
             first = i * tl.num_programs(0).to(tl.int64)
             grad = tl.load(grads + (first + frame) * D * D + slab, valid, 0.0)
+            seen += tl.load(snapshots + (first + frame) * D * D + slab, valid, 0.0).to(tl.float32)
             snapshot = snapshots + (first + memory * frames + held) * D * D + slab
             absorbed = tl.load(snapshot, valid & (held >= 0), 0.0).to(tl.float32)
             absorbed += tl.load(kv + slab, valid & (held < 0) & (has_state != 0) & (not reverse), 0.0)
@@ -78,11 +75,14 @@ def _combine_kernel(
             absorbed = to_operand(absorbed, OPERAND, PRECISION)
             grad = to_operand(summed, OPERAND, PRECISION).to(tl.float32) - rounded
             rounded += grad
-            total = _add_product(total, to_operand(grad, OPERAND, PRECISION), absorbed, PRECISION)
+            total = tl.dot(tl.trans(to_operand(grad, OPERAND, PRECISION)), absorbed, total, input_precision=PRECISION)
             if i > 0 and (tl.float32 != OPERAND or PRECISION == "tf32"):
                 grad -= to_operand(grad, OPERAND, PRECISION).to(tl.float32)
-                total = _add_product(total, to_operand(grad, OPERAND, PRECISION), absorbed, PRECISION)
+                rest = tl.trans(to_operand(grad, OPERAND, PRECISION))
+                total = tl.dot(rest, absorbed, total, input_precision=PRECISION)
         tl.store(by_value + slab, to_operand(rounded, OPERAND, PRECISION), valid)
+        tl.store(read + slab, to_operand(seen, OPERAND, PRECISION), valid)
+    total += tl.trans(total)
     erased = load_transition(transitions, D, SIDE).to(tl.float32) * total
     found = tl.sum(tl.sum(kept, axis=1), axis=0) - 0.5 * tl.sum(tl.sum(erased, axis=1), axis=0)
     if NORMALISER:
@@ -96,11 +96,13 @@ def _combine_kernel(
 class Combined(NamedTuple):
     """What multiplies the v and the k of a frame's tokens in their dk, [B·H·F,D,D] operands, rows before keys.
 
-    `decay` [B,H,F] fp32: gradient of the decays.
+    `read`: the memories of all directions that the frame reads, summed, likewise. `decay` [B,H,F] fp32: gradient of the
+    decays.
     """
 
     by_value: Tensor
     by_key: Tensor
+    read: Tensor
     decay: Tensor
 
 
@@ -110,8 +112,8 @@ def combine(
     """Squares and gradients of the decays of all frames."""
     config, dim = scan.configuration, scan.dim
     count = scan.memories * scan.frames
-    by_value, by_key = (scan.q.new_empty((count, dim, dim), dtype=config.operand) for _ in range(2))
-    found = Combined(by_value, by_key, scan.q.new_empty(scan.decay.shape, dtype=torch.float32))
+    by_value, by_key, read = (scan.q.new_empty((count, dim, dim), dtype=config.operand) for _ in range(3))
+    found = Combined(by_value, by_key, read, scan.q.new_empty(scan.decay.shape, dtype=torch.float32))
     Fitted(_combine_kernel, scan.q.device)[(count,)](
         recalled.kv,
         recalled.kv if recalled.z_decay is None else recalled.z_decay,
@@ -129,7 +131,7 @@ def combine(
         NORMALISER=scan.normaliser,
         OPERAND=TRITON_TYPES[config.operand],
         PRECISION=config.dot,
-        num_warps=config.absorb_warps,
+        num_warps=config.combine_warps,
         num_stages=1,
     )
     return found

@@ -5,19 +5,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longtake.kernels.scan.backward.activation import Placement, RawGradients, activation_gradients
+from longtake.kernels.scan.backward.activation import Growth, RawGradients, activation_gradients
 from longtake.kernels.scan.backward.combine import combine
 from longtake.kernels.scan.backward.recall import recall
 from longtake.kernels.scan.backward.receive import receive
 from longtake.kernels.scan.backward.tokens import TokenGradients, token_gradients
-from longtake.kernels.scan.inputs import PLAIN, Scan
+from longtake.kernels.scan.inputs import Scan
 from longtake.kernels.scan.launch import Saved
 from longtake.kernels.scan.prepare import prepare
 from longtake.kernels.scan.remember import Memory
 
 
 class Upstream(NamedTuple):
-    """Gradients of numerator [B,N,H,D], aligned, of denominator [B,N,H], fp32, and of the final state."""
+    """Gradients of numerator [B,N,H,D], aligned, of any dtype, of denominator [B,N,H] and of the final state, fp32."""
 
     numerator: Tensor
     denominator: Tensor | None
@@ -49,6 +49,7 @@ def scan_gradients(
     operands = prepare(scan, backward=True)
     damped = scan if operands.growth is None else scan._replace(beta=_damped(scan.beta, operands.growth))
     grad, denominator_grad, final_grad = upstream
+    grad = grad.to(scan.configuration.operand)  # once, as products take it twice
     received = receive(scan, operands, grad, denominator_grad)
     recalled = recall(
         scan,
@@ -61,14 +62,15 @@ def scan_gradients(
     )
     combined = combine(scan, recalled, saved.transitions, saved.snapshots, state=state)
     found = token_gradients(damped, operands, recalled, combined, saved.snapshots, grad, denominator_grad, state=state)
-    beta, growth_grad = found.beta, None
-    if operands.growth is not None:
+    beta, growth = found.beta, None
+    if operands.growth is not None and scan.positions is not None and scan.positions.matrices is not None:
         beta, growth_grad = _undamped(scan.beta, found.beta, operands.growth)
-    q, k, v = _raw(scan, found, growth_grad)
+        growth = Growth(scan.positions.matrices[1], operands.growth, growth_grad)
+    q, k = _raw(scan, found, growth)
     return Gradients(
         q.x,
         k.x,
-        v,
+        found.v,
         (beta.sum(-1) if scan.beta.ndim == 3 else beta).to(scan.beta.dtype),
         combined.decay.to(scan.decay.dtype),
         q.weight,
@@ -77,20 +79,11 @@ def scan_gradients(
     )
 
 
-def _raw(scan: Scan, found: TokenGradients, growth_grad: Tensor | None) -> tuple[RawGradients, RawGradients, Tensor]:
-    """Gradients of raw q, k and v."""
-    activation, positions = scan.activation, scan.positions
-    q_weight, k_weight = activation.weights
-    k_scale = activation.k_scale
-    if positions is None or positions.matrices is None:
-        q = activation_gradients(scan.q, found.q, q_weight, activation, 1.0)
-        return q, activation_gradients(scan.k, found.k, k_weight, activation, k_scale), found.v
-    projection, inverse = positions.matrices
-    at_q = Placement(projection, True, positions.tables, None)
-    at_k = Placement(inverse, False, positions.tables, growth_grad)
-    q = activation_gradients(scan.q, found.q, q_weight, activation, 1.0, at_q)
-    k = activation_gradients(scan.k, found.k, k_weight, activation, k_scale, at_k)
-    return q, k, activation_gradients(scan.v, found.v, None, PLAIN, 1.0, at_k._replace(growth_grad=None)).x
+def _raw(scan: Scan, found: TokenGradients, growth: Growth | None) -> tuple[RawGradients, RawGradients]:
+    """Gradients of raw q and k and of the weights of their norms."""
+    activation, (q_weight, k_weight) = scan.activation, scan.activation.weights
+    q = activation_gradients(scan.q, found.q, q_weight, activation, 1.0)
+    return q, activation_gradients(scan.k, found.k, k_weight, activation, activation.k_scale, growth)
 
 
 def _growth(beta: Tensor, growth: Tensor) -> Tensor:

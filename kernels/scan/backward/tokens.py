@@ -15,16 +15,14 @@ from longtake.kernels.scan.configurations import Reading
 from longtake.kernels.scan.inputs import Scan
 from longtake.kernels.scan.prepare import Operands
 from longtake.kernels.scan.remember import Memory, Snapshots
-from longtake.kernels.scan.tokens import ROTARY, load_turn
+from longtake.kernels.scan.tokens import CAMERA, ROTARY, unplace
 from longtake.kernels.triton_tiles import (
     INTERPRETED,
     TRITON_TYPES,
     as_operand,
     octet_strides,
     padded,
-    rotate_pairs,
     round_to,
-    to_operand,
 )
 
 
@@ -43,18 +41,6 @@ def _row_sums(x: tl.tensor, y: tl.tensor) -> tl.tensor:
     A bare product that a thread adds to its neighbour's is fused with the sum, so that each rounds the other's alone.
     """
     return tl.sum(tl.fma(x, y, 0.0), axis=1)
-
-
-@triton.jit
-def _turned_back(
-    x: tl.tensor, cos: tl.tensor, sin: tl.tensor, row: tl.tensor, tokens: tl.tensor, D: tl.constexpr,
-    POSITIONS: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Gradients [R,SIDE] of rotated tokens → those of the tokens."""
-    if POSITIONS == ROTARY:
-        c, s = load_turn(cos, sin, row, row < tokens, D // 2, 0, D // 2, x.shape[1] // 2)
-        x = rotate_pairs(x, c, -s)
-    return x
 
 
 @triton.jit
@@ -93,9 +79,10 @@ def _load_normaliser(
 def _queries_kernel(
     grad: tl.tensor,
     denominator_grad: tl.tensor,
+    matrix: tl.tensor,
     cos: tl.tensor,
     sin: tl.tensor,
-    snapshots: tl.tensor,
+    memories: tl.tensor,
     z_snapshots: tl.tensor,
     out: tl.tensor,
     heads: int,
@@ -124,22 +111,19 @@ def _queries_kernel(
     grad += (batch * g_batch + head * g_head + place * tokens * g_token) * 8
     out += (first * tokens * heads + head) * D
     denominator_grad += first * tokens * heads + head
-    turns = (place + batch * frames * own_tables) * tokens * (D // 2)
+    turns = (place + batch * frames * own_tables) * tokens * (D // 2 if POSITIONS == ROTARY else D // 4)
+    matrix += first * tokens * 16
     key = tl.arange(0, SIDE)
-    held = _load_square(snapshots + frame * D * D, key, D, SIDE).to(tl.float32)
-    if directions == 2:
-        held += _load_square(snapshots + (other + frame) * D * D, key, D, SIDE).to(tl.float32)
-    held = to_operand(held, OPERAND, PRECISION)
+    held = _load_square(memories + frame * D * D, key, D, SIDE)
     z = tl.zeros((SIDE,), tl.float32)
     if NORMALISER:
         z = tl.load(z_snapshots + frame * D + key, key < D, 0.0)
         z += tl.load(z_snapshots + (other + frame) * D + key, (key < D) & (directions == 2), 0.0)
-    for tile in range(TILES):
+    for tile in tl.range(0, TILES, disable_licm=True):
         row = (tl.program_id(1) * TILES + tile) * ROWS + tl.arange(0, ROWS)
-        back = to_operand(load_tokens(grad, row, tokens, g_token, D, SIDE).to(tl.float32), OPERAND, PRECISION)
-        query = _turned_back(
-            tl.dot(back, held, input_precision=PRECISION), cos + turns, sin + turns, row, tokens, D, POSITIONS
-        )
+        back = as_operand(load_tokens(grad, row, tokens, g_token, D, SIDE), OPERAND, PRECISION)
+        query = tl.dot(back, held, input_precision=PRECISION)
+        query = unplace(query, matrix, cos + turns, sin + turns, row, tokens, 0, D, POSITIONS, False)
         if NORMALISER:
             query += tl.load(denominator_grad + row * heads, row < tokens, 0.0)[:, None] * z[None, :]
         _store_columns(out, query, row, tokens, heads * D, key, D)
@@ -153,10 +137,10 @@ def _queries_kernel(
 )  # fmt: skip
 def _keys_kernel(
     k: tl.tensor,
-    plain: tl.tensor,
     v: tl.tensor,
     beta: tl.tensor,
     decay: tl.tensor,
+    matrix: tl.tensor,
     cos: tl.tensor,
     sin: tl.tensor,
     by_value: tl.tensor,
@@ -194,32 +178,37 @@ def _keys_kernel(
     batch, head = memory // heads, memory % heads
     first = batch * frames + place
     k += frame * tokens * D
-    plain += frame * tokens * D
     v += (batch * v_batch + head * v_head + place * tokens * v_token) * 8
     k_out += (first * tokens * heads + head) * D
     v_out += (first * tokens * heads + head) * D
     beta_out += frame * tokens
     beta += frame * beta_frame
-    turns = (place + batch * frames * own_tables) * tokens * (D // 2)
+    turns = (place + batch * frames * own_tables) * tokens * (D // 2 if POSITIONS == ROTARY else D // 4)
+    matrix += first * tokens * 16
     by_value += frame * D * D
     by_key += frame * D * D
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     x = load_rows(k, row, tokens, D, SIDE)
+    weight = tl.load(beta + row * beta_token, row < tokens, 0.0).to(tl.float32)[:, None]
     brought, erased = tl.zeros((ROWS, SIDE), tl.float32), tl.zeros((ROWS, SIDE), tl.float32)
     for block in range(SIDE // COLUMNS):
         col = block * COLUMNS + tl.arange(0, COLUMNS)
+        value = _load_columns(v, row, tokens, v_token * 8, col, D)
         values, keys = _load_square(by_value, col, D, SIDE), _load_square(by_key, col, D, SIDE)
         told = tl.dot(x, tl.trans(values), input_precision=PRECISION)
-        told *= tl.load(beta + row * beta_token, row < tokens, 0.0).to(tl.float32)[:, None]
-        _store_columns(v_out, told, row, tokens, heads * D, col, D)
-        value = as_operand(_load_columns(v, row, tokens, v_token * 8, col, D), OPERAND, PRECISION)
-        brought = tl.dot(value, values, brought, input_precision=PRECISION)
+        if POSITIONS == CAMERA:  # which moves values, too
+            told = unplace(told, matrix, cos + turns, sin + turns, row, tokens, block * COLUMNS, D, POSITIONS, True)
+        _store_columns(v_out, weight * told, row, tokens, heads * D, col, D)
+        brought = tl.dot(as_operand(value, OPERAND, PRECISION), values, brought, input_precision=PRECISION)
         part = x if COLUMNS == SIDE else _load_columns(k, row, tokens, D, col, D)
         erased = tl.dot(part, keys, erased, input_precision=PRECISION)
     share = _row_sums(x.to(tl.float32), brought - 0.5 * erased)
-    back = _turned_back(brought - erased, cos + turns, sin + turns, row, tokens, D, POSITIONS)
+    back = unplace(brought - erased, matrix, cos + turns, sin + turns, row, tokens, 0, D, POSITIONS, True)
     if NORMALISER:
-        plain_key = load_rows(plain, row, tokens, D, SIDE).to(tl.float32)
+        plain_key = unplace(
+            load_rows(k, row, tokens, D, SIDE).to(tl.float32), matrix, cos + turns, sin + turns, row, tokens, 0, D,
+            POSITIONS, True,
+        )  # fmt: skip
         fade = tl.load(decay + frame).to(tl.float32)
         for i in tl.static_range(0, DIRECTIONS):
             other = i * tl.num_programs(0).to(tl.int64) * D
@@ -232,8 +221,7 @@ def _keys_kernel(
             share += plain_told * plain_error
             back += plain_error[:, None] * zeta[None, :] - plain_told[:, None] * y[None, :]
     tl.store(beta_out + row, share, row < tokens)
-    back *= tl.load(beta + row * beta_token, row < tokens, 0.0).to(tl.float32)[:, None]
-    _store_columns(k_out, back, row, tokens, heads * D, tl.arange(0, SIDE), D)
+    _store_columns(k_out, weight * back, row, tokens, heads * D, tl.arange(0, SIDE), D)
 
 
 def _launch(how: Reading) -> dict[str, Any]:
@@ -242,9 +230,9 @@ def _launch(how: Reading) -> dict[str, Any]:
 
 
 class TokenGradients(NamedTuple):
-    """Gradients of q, k, v [B,N,H,D] as operands, but before a rotary position, and of β [B,H,F,S] fp32.
+    """Gradients of q, k, v [B,N,H,D] before they are placed, `v` in its dtype, and of β [B,H,F,S] fp32.
 
-    In the camera's ray frames they are fp32, else of the dtype of operands, and `v` of its own.
+    `q` and `k` are in the dtype of operands if k is, else in fp32: what their norm takes from them may be most of them.
     """
 
     q: Tensor
@@ -266,15 +254,14 @@ def token_gradients(
 ) -> TokenGradients:
     """Gradients of all tokens; `operands` of a backward pass."""
     batch, heads, frames = scan.decay.shape
-    config, camera = scan.configuration, scan.positions is not None and scan.positions.matrices is not None
-    dtypes = [torch.float32] * 3 if camera else [config.operand, config.operand, scan.v.dtype]
-    q, k, v = (scan.q.new_empty(scan.q.shape, dtype=dtype) for dtype in dtypes)
+    config, positions = scan.configuration, scan.positions
+    narrow = config.operand if scan.k.dtype == config.operand else torch.float32
+    q, k, v = (scan.q.new_empty(scan.q.shape, dtype=dtype) for dtype in (narrow, narrow, scan.v.dtype))
     found = TokenGradients(q, k, v, scan.q.new_empty((batch, heads, frames, scan.tokens), dtype=torch.float32))
     stand_in = scan.decay
-    rotated = scan.positions is not None and not camera
-    tables = scan.positions.tables if rotated and scan.positions else None
-    turned = tables or (stand_in, stand_in)
-    own_tables = int(tables is not None and tables[0].shape[0] > 1)
+    tables = positions.tables if positions else (stand_in, stand_in)
+    matrices = (positions and positions.matrices) or (stand_in, stand_in)
+    own_tables = int(positions is not None and tables[0].shape[0] > 1)
     common = {
         "heads": heads,
         "frames": frames,
@@ -282,7 +269,7 @@ def token_gradients(
         "own_tables": own_tables,
         "D": scan.dim,
         "SIDE": padded(scan.dim),
-        "POSITIONS": 1 if rotated else 0,
+        "POSITIONS": positions.kind if positions else 0,
         "NORMALISER": scan.normaliser,
         "OPERAND": TRITON_TYPES[config.operand],
         "PRECISION": config.dot,
@@ -293,8 +280,9 @@ def token_gradients(
     Fitted(_queries_kernel, grad.device)[count, triton.cdiv(scan.tokens, how.rows * tiles)](
         grad,
         stand_in if denominator_grad is None else denominator_grad,
-        *turned,
-        snapshots.kv,
+        matrices[0],
+        *tables,
+        combined.read,
         z_snapshots,
         found.q,
         directions=scan.directions,
@@ -306,11 +294,11 @@ def token_gradients(
     z = None if state is None else state.z
     Fitted(_keys_kernel, grad.device)[count, triton.cdiv(scan.tokens, config.keys.rows)](
         operands.k,
-        operands.plain,
         operands.v,
         scan.beta,
         scan.decay,
-        *turned,
+        matrices[1],
+        *tables,
         combined.by_value,
         combined.by_key,
         z_snapshots if z is None else z,
