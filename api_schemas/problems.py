@@ -41,7 +41,7 @@ PROBLEMS: dict[str, tuple[HTTPStatus, str]] = {
     "chunk_conflict": (HTTPStatus.CONFLICT, "The session does not stand where the request expects it"),
     "pending_conflict": (HTTPStatus.CONFLICT, "Poses are waiting for a whole chunk"),
     "in_progress": (HTTPStatus.CONFLICT, "A request with this Idempotency-Key is still running"),
-    "session_fenced": (HTTPStatus.CONFLICT, "Another server has taken this session over"),
+    "session_fenced": (HTTPStatus.CONFLICT, "The session was taken over meanwhile"),
     "session_busy": (HTTPStatus.CONFLICT, "Another server works on this session"),
     "state_rolled_back": (HTTPStatus.CONFLICT, "The session store has lost chunks that were committed"),
     "rewound": (HTTPStatus.CONFLICT, "Chunks of this request were rewound away"),

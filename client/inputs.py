@@ -37,7 +37,7 @@ class Beginning(TypedDict, total=False):
 
     `prompt`; `model`: an id from `models()`; `seed`: drawn by the server when left out; `intrinsics`: fx, fy, cx, cy in
     pixels of the image or of `intrinsics_size` (width, height); `first_pose`: c2w [4,4] in the axes of `convention`;
-    `ttl_s`: seconds without a request after which the session goes; `key`: an `Idempotency-Key` of one's own.
+    `ttl_s`: seconds without a new chunk or pose after which the session goes; `key`: an `Idempotency-Key` of one's own.
     """
 
     prompt: str

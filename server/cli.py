@@ -5,17 +5,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Never
+from typing import Annotated
 
 import httpx
 import typer
 from pydantic import ValidationError
 from rich.console import Console
-from rich.markup import escape
 
 from longtake.api_schemas.problems import ProblemError
 from longtake.api_schemas.resources import CHUNK_FRAMES
 from longtake.client import Client, ReplayError, Retry, ServerProblem
+from longtake.server.failing import errors, fail, reason
 from longtake.server.private import ServerDiedError, private_server
 from longtake.server.settings import Settings, StartError
 from longtake.server.trajectory_cli import trajectory_app
@@ -71,7 +71,7 @@ def demo(
         try:
             run_demo(out, console)
         except DemoFailedError as error:
-            _fail(str(error), error)
+            fail(str(error), error)
 
 
 @app.command()
@@ -103,7 +103,8 @@ def serve(
         "insecure": insecure,
         "log_level": log_level,
     }
-    with _friendly():
+    # a private server tells the one who started it, who listens to its standard output
+    with _friendly(console if while_stdin_open else errors):
         settings = Settings.model_validate(
             Settings().model_dump() | {name: value for name, value in given.items() if value is not None}
         )
@@ -192,7 +193,6 @@ def list_sessions(server: ServerOption = None, data_dir: DataDirOption = None) -
             line = f"{found.id}  {found.created_at:%Y-%m-%d %H:%M:%S}  {found.model}  {counts}  {found.prompt[:40]}"
             console.print(line, highlight=False, markup=False, soft_wrap=True)
         if found is None:
-            errors = Console(stderr=True)
             errors.print(_nothing_there(server, data_dir), highlight=False, markup=False, soft_wrap=True)
 
 
@@ -205,7 +205,7 @@ def show_session(session: str, server: ServerOption = None, data_dir: DataDirOpt
         shown = client.session(session)
         console.print_json(shown.model_dump_json())
         if (tree := family_tree(client, shown)) is not None:
-            Console(stderr=True).print(tree, highlight=False, soft_wrap=True)
+            errors.print(tree, highlight=False, soft_wrap=True)
 
 
 @sessions_app.command("fork")
@@ -319,33 +319,32 @@ def _about(session: str | None) -> Iterator[None]:
     except (ServerProblem, ProblemError) as error:
         if session is None or error.code != "session_not_found":
             raise
-        _fail(f"there is no such session: {session} [session_not_found]", error)
+        fail(f"there is no such session: {session} [session_not_found]", error)
 
 
 @contextmanager
-def _friendly() -> Iterator[None]:
+def _friendly(out: Console = errors) -> Iterator[None]:
     """Expected failures end the command with one line instead of a traceback."""
     try:
         yield
     except KeyboardInterrupt:
-        console.print("interrupted: what was committed is kept")
+        out.print("interrupted: what was committed is kept")
         raise typer.Exit(130) from None
     except ValidationError as error:
         first = error.errors()[0]
-        _fail(f"{'.'.join(map(str, first['loc']))}: {first['msg']}", error)
+        fail(f"{'.'.join(map(str, first['loc']))}: {first['msg']}", error, out)
     except httpx.UnsupportedProtocol as error:
-        _fail("give a server as a URL: http://127.0.0.1:8000", error)
+        fail("give a server as a URL: http://127.0.0.1:8000", error, out)
     except httpx.ConnectError as error:
-        _fail(f"no server answers at {error.request.url.copy_with(path='')}: {error}", error)
-    except (ServerProblem, ReplayError, ProblemError, ServerDiedError, StartError, OSError, httpx.HTTPError) as error:
-        _fail(str(error), error)
-
-
-def _fail(reason: str, error: Exception) -> Never:
-    console.print("[red]error:[/] " + escape(reason), highlight=False, soft_wrap=True)
-    raise typer.Exit(1) from error
+        fail(f"no server answers at {error.request.url.copy_with(path='')}: {error}", error, out)
+    except OSError as error:
+        fail(reason(error), error, out)
+    except (ServerProblem, ReplayError, ProblemError, ServerDiedError, StartError, httpx.HTTPError) as error:
+        fail(str(error), error, out)
 
 
 def main() -> None:
     """Entry point."""
+    # before torch is loaded: threads that spin while they wait take the cores of every other process
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     app()

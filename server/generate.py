@@ -53,6 +53,9 @@ class Walk:
             raise _usage("give --trajectory or --actions; or for a --session --pad to fill what waits, or --prompt")
         if self.output.suffix.lower() != ".mp4" or not self.output.absolute().parent.is_dir():
             raise _usage("give the name of an .mp4 file in a folder that exists", "output")
+        for file in (self.image, self.trajectory):
+            if file is not None:
+                file.stat()  # says which one is not there
 
 
 def _usage(detail: str, field: str | None = None) -> ProblemError:
@@ -66,6 +69,20 @@ class CameraPath:
     file_poses: Matrix | None
     keys: list[frozenset[str]]
     intrinsics: Matrix | None
+
+    def check_whole(self, session: Session | None, frames: int | None) -> None:
+        """Refuse new frames that leave a session, or a new one, still without a whole chunk. Raises `ProblemError`."""
+        start, waiting = (1, 0) if session is None else (session.next_frame, session.pending_poses)
+        left = len(self.keys) if self.file_poses is None else len(self.file_poses) - start
+        count = left if frames is None else min(left, frames)
+        if count < 1 or count + waiting >= CHUNK_FRAMES or (session is not None and session.next_chunk):
+            return
+        have = f"{count + waiting}{' with those that wait' if waiting else ''}"
+        image = "" if self.file_poses is None else " (row 0 of a trajectory is the image's)"
+        raise _usage(
+            f"a chunk takes {CHUNK_FRAMES} poses, one a new frame, and there are {have}{image}: "
+            "give more, or --pad to hold the last one"
+        )
 
     def moves(self, session: Session, frames: int | None, *, pad: bool) -> tuple[list[Move], int]:
         """The camera of the new frames, cut where chunks become whole, and the number of these.
@@ -111,10 +128,11 @@ class CameraPath:
 def run_walk(client: Client, walk: Walk, console: Console) -> str:
     """Create or find the session, post the camera chunk by chunk, and write the video; returns the session's id."""
     path = read_path(walk)
-    if walk.image is None:
-        assert walk.session is not None
-        session = client.session(walk.session)
-    else:
+    session = None if walk.session is None else client.session(walk.session)
+    if not walk.pad:
+        path.check_whole(session, walk.frames)
+    if session is None:
+        assert walk.image is not None
         session = client.create(walk.image, **beginning(walk, path.intrinsics))
     console.print(f"session {session.id}", soft_wrap=True)
     for warning in session.warnings if walk.session is None else ():

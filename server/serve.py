@@ -31,8 +31,7 @@ class Server(uvicorn.Server):
         """Start, then announce the address on standard output."""
         await super().startup(sockets)
         if self.started and sockets:
-            host, port = sockets[0].getsockname()[:2]
-            print(f"{READY_PREFIX}http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)  # noqa: T201
+            print(f"{READY_PREFIX}{_url(sockets[0])}", flush=True)  # noqa: T201
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal to stop: drain."""
@@ -56,7 +55,7 @@ def serve(settings: Settings, *, while_stdin_open: bool = False) -> None:
         threading.Thread(target=_end_with_stdin, daemon=True).start()
     signal.signal(signal.SIGTERM, _exit)
     doors = doors_of(settings)
-    with _bound(settings.host, settings.port) as listener, start_engine(settings) as engine:
+    with _bound(settings.host, settings.port) as listener, start_engine(settings, _url(listener)) as engine:
         app = create_app(engine, settings.max_body_bytes, doors)
         config = uvicorn.Config(app, log_config=None, server_header=False, timeout_graceful_shutdown=settings.grace_s)
         Server(config, engine).run([listener])
@@ -80,6 +79,11 @@ def _bound(host: str, port: int) -> socket.socket:
             f"can not listen on {host}, port {port}: {error.strerror}; choose another with --port"
         ) from error
     return listener
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _end_with_stdin() -> None:

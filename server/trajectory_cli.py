@@ -22,6 +22,7 @@ from longtake.api_schemas.trajectory import (
 from longtake.server.camera.intrinsics import DEFAULT_FIELD_OF_VIEW
 from longtake.server.camera.resample import FPS
 from longtake.server.camera.trajectory_files import TrajectoryFile, read_trajectory
+from longtake.server.failing import fail, reason
 from longtake.server.trajectory_picture import draw_path
 
 trajectory_app = typer.Typer(help="Look at trajectory files and convert them.", no_args_is_help=True)
@@ -145,6 +146,7 @@ def _friendly() -> Iterator[None]:
     """Expected failures end the command with one line instead of a traceback."""
     try:
         yield
-    except (ProblemError, OSError) as error:
-        console.print(f"error: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
-        raise typer.Exit(1) from error
+    except OSError as error:
+        fail(reason(error), error)
+    except ProblemError as error:
+        fail(str(error), error)

@@ -13,8 +13,10 @@ import threading
 import time
 from concurrent.futures import Future
 from pathlib import Path
+from socket import create_connection
 from types import TracebackType
 from typing import Literal, Self
+from urllib.parse import urlsplit
 
 import redis
 from redis.backoff import NoBackoff
@@ -27,6 +29,7 @@ from longtake.state_cache.errors import StoreError
 _SILENCE_SECONDS = 30.0
 _STOP_SECONDS = 10.0
 _POLL_SECONDS = 0.02
+_CONNECT_SECONDS = 0.5
 _LONGEST_SOCKET_PATH = 103  # bytes; macOS allows 103, Linux 107
 _FIRST_PAUSE_SECONDS = 0.2
 _LONGEST_PAUSE_SECONDS = 5.0
@@ -70,12 +73,16 @@ class EmbeddedServer:
         data_dir: made if need be, with access for this user alone.
         binary: server to run; by default the first of this machine that can read what is there.
         patience: seconds to wait for the lock, since a server that was told to end may take a while.
+        url: where this process answers, for those that find the directory in use; they do not wait while it does.
     """
 
-    def __init__(self, data_dir: Path, binary: Path | None = None, *, patience: float = 10.0) -> None:
+    def __init__(
+        self, data_dir: Path, binary: Path | None = None, *, patience: float = 10.0, url: str | None = None
+    ) -> None:
         self._data_dir = data_dir.resolve()
         self._binary = binary
         self._patience = patience
+        self._url = url
         self._writer: ServerVersion | None = None
         self._child: subprocess.Popen[bytes] | None = None
         self._supervisor: threading.Thread | None = None
@@ -175,7 +182,7 @@ class EmbeddedServer:
             socket.unlink(missing_ok=True)
             self._child = self._spawn(socket, lock)
             os.ftruncate(lock, 0)
-            os.pwrite(lock, f"{os.getpid()} {self._child.pid}\n".encode(), 0)
+            os.pwrite(lock, f"{os.getpid()} {self._child.pid} {self._url or ''}\n".encode(), 0)
         finally:
             os.close(lock)
 
@@ -258,8 +265,10 @@ def _answer(client: redis.Redis) -> Literal["ready", "loading", "none"]:
 def _lock(path: Path, patience: float) -> int:
     give_up = time.monotonic() + patience
     while (lock := _try_lock(path)) is None:
-        if time.monotonic() > give_up:
-            raise DataDirectoryBusy(f"the data directory {path.parent} is in use by {_holder(path)}")
+        holder, url = _holder(path)
+        if time.monotonic() > give_up or (url is not None and _listens(url)):
+            where = "" if url is None else f", at {url}"
+            raise DataDirectoryBusy(f"the data directory {path.parent} is in use by {holder}{where}")
         time.sleep(_POLL_SECONDS)
     return lock
 
@@ -275,9 +284,22 @@ def _try_lock(path: Path) -> int | None:
     return descriptor
 
 
-def _holder(lock: Path) -> str:
-    pids = lock.read_text("utf-8", errors="replace").split()
-    return f"process {pids[0]} (its store is process {pids[1]})" if len(pids) > 1 else "another process"
+def _holder(lock: Path) -> tuple[str, str | None]:
+    """Who holds a lock, and the URL where it answers if it said one."""
+    said = lock.read_text("utf-8", errors="replace").split()
+    name = f"process {said[0]} (its store is process {said[1]})" if len(said) > 1 else "another process"
+    return name, said[2] if len(said) > 2 else None
+
+
+def _listens(url: str) -> bool:
+    """Whether a server takes connections there: one that was told to end does not."""
+    try:
+        address = urlsplit(url)
+        with create_connection((address.hostname or "", address.port or 80), _CONNECT_SECONDS) as found:
+            ours, theirs = found.getsockname(), found.getpeername()
+            return bool(ours != theirs)  # who calls a free port may be given that port
+    except (OSError, ValueError):
+        return False
 
 
 def _runtime_dir(data_dir: Path) -> Path:

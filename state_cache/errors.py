@@ -18,7 +18,7 @@ class ChunkNotFound(StoreError):
 
 
 class Fenced(StoreError):
-    """Another server has taken the session over: this fence is worth nothing any more."""
+    """A later holder of the lease, here or on another server, has another fence: this one is worth nothing any more."""
 
 
 class LeaseHeld(StoreError):

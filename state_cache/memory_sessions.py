@@ -68,7 +68,7 @@ class Entry:
     def check_fence(self, fence: Fence) -> None:
         """Raises `Fenced`."""
         if self.fence != fence:
-            raise Fenced("another server has taken the session over")
+            raise Fenced("a later request has taken the session over, here or on another server")
 
     def check_head(self, fence: Fence, chunk: int, revision: int) -> None:
         """Raises `Fenced`, `HeadConflict`."""

@@ -39,7 +39,7 @@ _REFUSALS: dict[bytes, tuple[type[StoreError], str]] = {
     b"EXISTS": (SessionExists, "the session exists"),
     b"KEY_REUSED": (KeyReused, "the key belongs to another request"),
     b"DONE": (RequestDone, "the request of this key has finished"),
-    b"FENCED": (Fenced, "another server has taken the session over"),
+    b"FENCED": (Fenced, "a later request has taken the session over, here or on another server"),
     b"BLOBS": (BlobsMissing, "blobs of this step are not in the store"),
 }
 

@@ -12,17 +12,21 @@ import numpy as np
 import pytest
 from server_fixtures import path, picture
 
+from longtake.client import Client
 from longtake.server.private import private_server
 from longtake.server.settings import unknown_variables
 
 
 def longtake(*arguments: str, cwd: Path, fails: bool = False) -> str:
-    """Run a command; returns what it printed."""
+    """Run a command; returns what it printed, or where it fails what it said on standard error alone."""
     command = [sys.executable, "-m", "longtake.server", *arguments]
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=120)
     assert (done.returncode != 0) == fails, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
-    return done.stdout
+    if not fails:
+        return done.stdout
+    assert (done.returncode, done.stdout) == (1, "")
+    return done.stderr
 
 
 def beside(*arguments: str, cwd: Path, **environment: str) -> tuple[str, str]:
@@ -75,6 +79,29 @@ def test_generate_and_go_on_and_drop(tmp_path: Path) -> None:
         assert session not in longtake("sessions", "ls", *here, cwd=tmp_path)
 
 
+def test_a_path_without_a_whole_chunk_changes_nothing(tmp_path: Path, url: str) -> None:
+    (tmp_path / "first.png").write_bytes(picture())
+    np.save(tmp_path / "path.npy", np.array(path(24, start=0)))
+    with Client(url) as client:
+        session = client.create(picture(), seed=7).id
+        client.generate(session, actions="w-3")
+        before = [each.id for each in client.sessions()]
+        begin = ("generate", "first.png", "--trajectory", "path.npy", "--server", url)
+        assert "there are 23 (row 0 of a trajectory is the image's): give" in longtake(*begin, cwd=tmp_path, fails=True)
+        go_on = ("generate", "--session", session, "--server", url)
+        said = longtake(*go_on, "--actions", "w-20", cwd=tmp_path, fails=True)
+        assert said == (
+            "error: a chunk takes 24 poses, one a new frame, and there are 23 with those that wait: "
+            "give more, or --pad to hold the last one\n"
+        )
+        assert [each.id for each in client.sessions()] == before
+        assert client.session(session).pending_poses == 3
+        longtake(*go_on, "--actions", "w-21", "-o", "a.mp4", cwd=tmp_path)
+        assert frames(tmp_path / "a.mp4") == 24
+        assert "3 poses wait" in longtake(*go_on, "--actions", "w-3", "-o", "a.mp4", cwd=tmp_path)
+        client.delete(session)
+
+
 def test_fork_rewind_and_the_tree(tmp_path: Path) -> None:
     (tmp_path / "first.png").write_bytes(picture())
     with private_server(tmp_path / "data") as server:
@@ -110,11 +137,17 @@ MISTAKES = {
     "no such folder": (["generate", "first.png", "--actions", "w-3", "-o", "none/out.mp4"], "output: give"),
     "another container": (["generate", "first.png", "--actions", "w-3", "-o", "out.avi"], "output: give"),
     "no image": (["generate", "--actions", "w-24"], "give either an image"),
-    "no such image": (["generate", "none.png", "--actions", "w-24"], "none.png"),
-    "no such file": (["generate", "first.png", "--trajectory", "none.npy"], "none.npy"),
+    "no such image": (["generate", "none.png", "--actions", "w-24"], "error: no such file or folder: none.png\n"),
+    "no such file": (["generate", "first.png", "--trajectory", "none.npy"], "no such file or folder: none.npy"),
+    "a folder for an image": (["generate", ".", "--actions", "w-24"], "error: .: Is a directory\n"),
+    "no whole chunk": (["generate", "first.png", "--actions", "w-23"], "24 poses, one a new frame, and there are 23:"),
+    "too few asked for": (
+        ["generate", "first.png", "--actions", "w-48", "--frames", "9"],
+        "and there are 9: give more",
+    ),
     "unknown key": (["generate", "first.png", "--actions", "x-24"], "actions: segment 1 has an unknown key"),
     "odd size": (
-        ["generate", "first.png", "--actions", "w-1", "--intrinsics", "1,1,1,1", "--intrinsics-size", "3"],
+        ["generate", "first.png", "--actions", "w-24", "--intrinsics", "1,1,1,1", "--intrinsics-size", "3"],
         "intrinsics_size: give",
     ),
     "unknown model": (["serve", "--model", "huge", "--data-dir", "data2", "--port", "0"], "tiny-untrained"),
@@ -133,7 +166,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> object:
 @pytest.mark.parametrize(("arguments", "expected"), MISTAKES.values(), ids=MISTAKES.keys())
 def test_mistakes_get_one_clear_line(tmp_path: Path, url: str, arguments: list[str], expected: str) -> None:
     (tmp_path / "first.png").write_bytes(picture())
-    server = [] if arguments[0] == "serve" else ["--server", url]
+    server = ["--log-level", "warning"] if arguments[0] == "serve" else ["--server", url]
     said = longtake(*arguments, *server, cwd=tmp_path, fails=True)
     assert said.startswith("error:")
     assert expected in said
@@ -152,7 +185,7 @@ def test_a_listing_of_nothing_says_where_it_looked(tmp_path: Path, url: str) -> 
 
 def test_a_private_server_shows_the_sessions_of_the_key(tmp_path: Path) -> None:
     (tmp_path / "first.png").write_bytes(picture())
-    begin = ("generate", "first.png", "--actions", "w-3", "--data-dir", "data")
+    begin = ("generate", "first.png", "--actions", "w-3", "--pad", "--data-dir", "data")
     said, _ = beside(*begin, cwd=tmp_path, LONGTAKE_API_KEY="mine")
     session = re.findall(r"session (ses_\w+)", said)[0]
     listing = ("sessions", "ls", "--data-dir", "data")
@@ -200,4 +233,9 @@ def test_every_variable_that_the_code_reads_is_known() -> None:
 def test_a_second_server_on_the_same_data_names_the_first(tmp_path: Path) -> None:
     with private_server(tmp_path / "data") as server:
         said = longtake("serve", "--data-dir", "data", "--port", "0", cwd=tmp_path, fails=True)
-    assert str(server.process.pid) in said
+        assert said.startswith("error:")
+        assert f"in use by process {server.process.pid} " in said
+        assert said.endswith(f", at {server.url}\n")
+        through = longtake("sessions", "ls", "--data-dir", "data", cwd=tmp_path, fails=True)
+    assert through.startswith("error: a server of our own could not start (the data directory")
+    assert f", at {server.url}); give --server URL" in through

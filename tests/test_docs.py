@@ -1,13 +1,17 @@
 """Documentation that can not rot: every problem, setting and command stands in it as it is."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import httpx
 import pytest
 from typer.testing import CliRunner
 
+from longtake.api_schemas.camera import Camera
 from longtake.api_schemas.problems import PROBLEMS
+from longtake.api_schemas.resources import CreateSession, PostChunks
 from longtake.server.cli import app
 from longtake.server.settings import Settings
 
@@ -65,10 +69,30 @@ def test_every_test_that_a_page_names_exists(page: str) -> None:
     assert {name for name in named - files if f"def {name}(" not in source} == set()
 
 
+def test_the_examples_of_the_kernels_run() -> None:
+    examples = re.findall(r"^```python\n(.*?)^```", (DOCS / "kernels.md").read_text(), re.M | re.S)
+    assert len(examples) == 2
+    for example in examples:
+        subprocess.run([sys.executable, "-c", example], check=True, timeout=120)
+
+
 def test_links_between_documents_lead_somewhere() -> None:
     for page in [DOCS.parent / "README.md", *DOCS.glob("*.md")]:
         for link in re.findall(r"\]\((?!https?://)([^)#]+)", page.read_text()):
             assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_every_field_of_a_request_is_documented_with_its_default() -> None:
+    section = (DOCS / "http.md").read_text().split("## Fields")[1].split("\n## ")[0]
+    parts = section.split("The body of")[1:]
+    tables = [dict(re.findall(r"^\| `([\w.]+)` \| ([^|]*) \|", part, re.M)) for part in parts]
+    camera = {f"camera.{name}": field for name, field in Camera.model_fields.items()}
+    chunks = camera | {name: field for name, field in PostChunks.model_fields.items() if name != "camera"}
+    for table, fields in zip(tables, (dict(CreateSession.model_fields), chunks), strict=True):
+        assert table.keys() == fields.keys()
+        for name, field in fields.items():
+            if field.default not in (None, ""):
+                assert table[name] == f"`{str(field.default).replace('False', 'false')}`", name
 
 
 async def test_every_route_is_documented(http: httpx.AsyncClient) -> None:

@@ -30,6 +30,7 @@ from longtake.state_cache import (
     BlobRef,
     BlobsMissing,
     Fence,
+    Holder,
     MemoryStore,
     Store,
     StoreFull,
@@ -315,18 +316,23 @@ async def test_blobs_that_went_away_are_put_again_once(bench: Bench) -> None:
     assert (bench.outcomes, bench.gate.puts) == (["ok", "state_corrupt"], 4)
 
 
-async def test_a_session_that_moved_on_refuses_its_snapshot(bench: Bench) -> None:
+@pytest.mark.parametrize("later", [HOLDER, RIVAL], ids=["here", "elsewhere"])
+async def test_a_session_that_moved_on_refuses_its_snapshot(
+    bench: Bench, caplog: pytest.LogCaptureFixture, later: Holder
+) -> None:
+    caplog.set_level(logging.INFO)
     session_id, fence = bench.begin()
     bench.writer.write(Snapshot(session_id, fence, 1, 0, make_state()), done())
     await bench.writer.drain()
     bench.store.release(session_id, fence)
-    bench.store.acquire(session_id, RIVAL, 60)
+    bench.store.acquire(session_id, later, 60)
     bench.writer.write(Snapshot(session_id, fence, 0, 0, make_state()), done())
     await bench.writer.drain()
     bench.store.delete(session_id)
     bench.writer.write(Snapshot(session_id, fence, 0, 0, make_state()), done())
     await bench.writer.drain()
     assert bench.outcomes == ["chunk_conflict", "session_fenced", "session_not_found"]
+    assert "a later request has taken the session over, here or on another server" in caplog.text
 
 
 async def test_snapshots_are_taken_when_they_are_due(bench: Bench) -> None:

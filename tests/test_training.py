@@ -242,6 +242,13 @@ def test_training_goes_on_with_the_same_words_only(untrained_vae: CausalVideoVAE
         run("x", stage, tmp_path, 1, lambda _: None)
 
 
+def test_weights_that_are_missing_leave_no_folder(tmp_path: Path) -> None:
+    stage = Stage(part="world", minutes=1, batch=1, chunks=1, rate=1e-3, clips=1)
+    with pytest.raises(WeightsError, match="there is no"):
+        run("x", stage, tmp_path / "nowhere", 1, lambda _: None)
+    assert not (tmp_path / "nowhere").exists()
+
+
 @pytest.mark.usefixtures("small_world")
 def test_weights_that_went_astray_are_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def lost(_vae: CausalVideoVAE, _batch: object) -> dict[str, Tensor]:

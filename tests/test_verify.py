@@ -356,7 +356,7 @@ def run(*arguments: str) -> tuple[int, str]:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert "Traceback" not in done.stderr
     assert "chunks checked" not in done.stderr
-    return done.returncode, done.stdout
+    return done.returncode, done.stdout or done.stderr.splitlines(keepends=True)[-1]  # behind what was logged
 
 
 def test_the_command_on_a_server_by_url(redis_server: str, model: WorldModel) -> None:

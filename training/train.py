@@ -95,8 +95,8 @@ def run(name: str, stage: Stage, weights: Path, steps: int | None, report: Calla
     device, rank = device_of_this_process()
     torch.manual_seed(1000 * stage.seed + rank)
     torch.set_float32_matmul_precision("high")
-    weights.mkdir(parents=True, exist_ok=True)
     learner = (VaeStage if stage.part == "vae" else WorldStage)(stage, weights, device, rank)
+    weights.mkdir(parents=True, exist_ok=True)
     with sigterm_noted() as asked:  # also while weights are saved
         rows = _trained(name, learner, until_stopped(progress_of(stage, steps), asked), stage, report)
         if rank == 0:

@@ -34,9 +34,7 @@ def store_problems() -> Iterator[None]:
     except LeaseHeld as error:
         raise _session_busy(error) from error
     except Fenced as error:
-        raise ProblemError(
-            "session_fenced", "another server has taken this session over; ask again", retry_after=1
-        ) from error
+        raise ProblemError("session_fenced", f"{error}; ask again", retry_after=1) from error
     except HeadConflict as error:
         raise ProblemError(
             "chunk_conflict", "the session has moved on", extra={"next_chunk": error.chunk + 1}

@@ -34,15 +34,15 @@ WEEK = 7 * 86400
 
 
 @contextmanager
-def start_engine(settings: Settings) -> Iterator[Engine]:
-    """A running engine. Without a store URL it runs a store of its own and stops it at the end.
+def start_engine(settings: Settings, url: str | None = None) -> Iterator[Engine]:
+    """A running engine, which will answer at `url`. Without a store URL it runs a store of its own and stops it.
 
     Blocks while the model loads. Raises `StartError` when the store or the model can not be had.
     """
     torch.set_num_threads(settings.threads or os.cpu_count() or 1)
     with ExitStack() as stack:
         try:
-            store = open_store(settings, stack)
+            store = open_store(settings, stack, url)
             model = load_model(settings.model, settings.device)
         except (StoreError, UnknownModelError, WeightsError) as error:
             raise StartError(str(error)) from error
@@ -74,9 +74,9 @@ def _holder(settings: Settings) -> Holder:
     return Holder(name, settings.replica_address)
 
 
-def open_store(settings: Settings, stack: ExitStack) -> Store:
-    """The session store, checked; `stack` closes it."""
-    url = settings.state_url or _embedded(settings, stack)
+def open_store(settings: Settings, stack: ExitStack, ours: str | None = None) -> Store:
+    """The session store, checked; `stack` closes it. `ours` is where this server answers."""
+    url = settings.state_url or _embedded(settings, stack, ours)
     try:
         store = RedisStore(url, settings.key_prefix)
     except ValueError as error:
@@ -97,9 +97,9 @@ def open_store(settings: Settings, stack: ExitStack) -> Store:
     return store
 
 
-def _embedded(settings: Settings, stack: ExitStack) -> str:
+def _embedded(settings: Settings, stack: ExitStack, ours: str | None) -> str:
     """URL of a store of our own, which `stack` stops."""
-    server = EmbeddedServer(settings.data_dir)
+    server = EmbeddedServer(settings.data_dir, url=ours)
     stack.callback(server.stop)
     url = server.start()
     server.supervise()
