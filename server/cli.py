@@ -80,7 +80,7 @@ def serve(
     port: Annotated[int | None, typer.Option(help="Port; 0 takes a free one.")] = None,
     model: Annotated[str | None, typer.Option(help="Model to serve.")] = None,
     state_url: Annotated[
-        str | None, typer.Option(help="redis://, rediss:// or unix:// URL of the session store.")
+        str | None, typer.Option(help="redis://, rediss://, unix:// or redis+sentinel:// URL of the session store.")
     ] = None,
     data_dir: DataDirOption = None,
     device: Annotated[str | None, typer.Option(help="Where the model runs: cpu or cuda.")] = None,
@@ -164,7 +164,9 @@ def generate(
 
 @app.command()
 def scene(
-    seed: Annotated[int, typer.Option(min=0, max=2**31, help="Which scene.")] = 7,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**31, help="Which scene; what stands in the way of the path is left out.")
+    ] = 7,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write into.")] = Path(),
     actions: Annotated[
         str | None, typer.Option(help=f"Keys and frames of the path; {SCENE_ACTIONS} when left out.")

@@ -60,7 +60,7 @@ def run_demo(out: Path, console: Console) -> None:
     finally:
         server.stop()
     _compare(taken + back, uncut)
-    console.print("[green]same digests[/]: the take went on as if nothing had happened")
+    console.print("[green]same digests[/] as of a take that was not cut: it went on as if nothing had happened")
     console.print(f"video: {video}", soft_wrap=True)
     _next_steps(data, session.id, console)
 

@@ -303,7 +303,7 @@ def test_the_recipe_has_stages_of_nine_minutes_with_scenes_of_their_own() -> Non
 @pytest.mark.usefixtures("small_world")
 def test_a_stage_that_is_told_to_stop_saves_what_it_has(tmp_path: Path) -> None:
     stage = Stage(part="vae", minutes=1, batch=1, chunks=1, rate=1e-3, clips=1)
-    run("a", stage, tmp_path, 1000, lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    run("a", stage, tmp_path, 1000, lambda line: "step" in line and os.kill(os.getpid(), signal.SIGTERM))
     assert (tmp_path / "vae.safetensors").exists()
     assert [row["step"] for row in csv.DictReader((tmp_path / "a.csv").read_text().splitlines())] == ["0"]
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
@@ -328,6 +328,7 @@ def test_stages_leave_weights_that_they_go_on_from(tmp_path: Path) -> None:
     world = Stage(part="world", minutes=1, batch=1, chunks=1, rate=1e-3, clips=1)
     for name, stage in (("a", vae), ("b", vae), ("c", world), ("d", world)):
         run(name, stage, tmp_path, 1, lines.append)
-    assert len(lines) == 4
+    assert [" ".join(line.split()[:2]) for line in lines[::2]] == ["a draws", "b draws", "c draws", "d draws"]
+    assert len(lines) == 8
     names = {path.name for path in tmp_path.iterdir()}
     assert {"vae.safetensors", "transformer.safetensors", "a.csv", "d.csv", "a.png", "d.png"} <= names

@@ -19,6 +19,7 @@ class Stage(BaseModel):
         gt=0, le=9, allow_inf_nan=False, description="How long it trains on an H200, beside starting and saving."
     )
     batch: int = Field(gt=0, description="Clips a step on each GPU.")
+    gpus: int = Field(1, gt=0, description="How many it was made on: with fewer, a step has fewer clips.")
     chunks: int = Field(gt=0, description="Chunks of 24 frames in a clip; the VAE trains on one.")
     rate: float = Field(
         gt=0,

@@ -5,7 +5,8 @@
 
 A stage takes up the weights that lie in `--weights`, trains for its minutes and puts its own in their place: begun
 again it goes on from there. SIGTERM ends it early, its weights saved. Losses go to NAME.csv, pictures of what is
-restored or generated to NAME.png. With torchrun it trains on several GPUs, with a batch on each.
+restored or generated to NAME.png. With torchrun it trains on several GPUs, with a batch on each; with `python` in its
+place every stage runs on one. It first draws its clips, which takes seconds on a GPU and an hour on a laptop.
 """
 
 import argparse
@@ -90,11 +91,14 @@ def device_of_this_process() -> tuple[torch.device, int]:
     return torch.device("cuda", rank), rank
 
 
-def run(name: str, stage: Stage, weights: Path, steps: int | None, report: Callable[[str], None]) -> None:
+def run(name: str, stage: Stage, weights: Path, steps: int | None, report: Callable[[str], object]) -> None:
     """Train one stage and save what it made."""
     device, rank = device_of_this_process()
     torch.manual_seed(1000 * stage.seed + rank)
     torch.set_float32_matmul_precision("high")
+    if steps is not None:
+        stage = stage.model_copy(update={"clips": min(stage.clips, steps * stage.batch)})
+    report(f"{name} draws {stage.clips} clips")
     learner = (VaeStage if stage.part == "vae" else WorldStage)(stage, weights, device, rank)
     weights.mkdir(parents=True, exist_ok=True)
     with sigterm_noted() as asked:  # also while weights are saved
@@ -111,7 +115,7 @@ def _trained(
     learner: VaeStage | WorldStage,
     progress: Iterator[float],
     stage: Stage,
-    report: Callable[[str], None],
+    report: Callable[[str], object],
 ) -> list[dict[str, float]]:
     """Take all steps → what every fiftieth and the last one found. Raises `SystemExit` if that is not finite."""
     begun, rows = time.monotonic(), []
@@ -153,7 +157,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.list or arguments.config is None:
         for name, stage in all_stages().items():
-            print(f"python -m training.train --config training/configs/{name}.toml  # {stage.minutes:g} minutes")
+            python = "python" if stage.gpus == 1 else f"torchrun --nproc-per-node {stage.gpus}"
+            print(f"{python} -m training.train --config training/configs/{name}.toml  # {stage.minutes:g} minutes")
         return
     if arguments.steps is not None and arguments.steps < 1:
         parser.error("--steps must be at least 1")
