@@ -44,16 +44,22 @@ def reference_gradients(
 
     `upstream`: gradients of the results of `run`, None where nothing came back.
     """
-    leaves = [None if y is None else y.detach().requires_grad_(want) for y, want in zip(inputs, wanted, strict=True)]
-    with torch.enable_grad():
-        results = run(*leaves)
-    pairs = [(y, g) for y, g in zip(results, upstream, strict=True) if y is not None and g is not None]
-    pairs = [(y, g) for y, g in pairs if y.requires_grad]
-    if not pairs:
-        return [None] * len(wanted)
-    outs, given = zip(*pairs, strict=True)
-    asked = [y for y, want in zip(leaves, wanted, strict=True) if y is not None and want]
-    taken = iter(torch.autograd.grad(outs, asked, given, allow_unused=True))
+    again = torch.is_grad_enabled()  # a gradient of the gradient is wanted
+    leaves = [
+        None if y is None else y.view_as(y) if again else y.detach().requires_grad_(want)
+        for y, want in zip(inputs, wanted, strict=True)
+    ]
+    device = next(y.device for y in inputs if y is not None)
+    with torch.autocast(device.type, enabled=False):
+        with torch.enable_grad():
+            results = run(*leaves)
+        pairs = [(y, g) for y, g in zip(results, upstream, strict=True) if y is not None and g is not None]
+        pairs = [(y, g) for y, g in pairs if y.requires_grad]
+        if not pairs:
+            return [None] * len(wanted)
+        outs, given = zip(*pairs, strict=True)
+        asked = [y for y, want in zip(leaves, wanted, strict=True) if y is not None and want]
+        taken = iter(torch.autograd.grad(outs, asked, given, allow_unused=True, create_graph=again))
     return [next(taken) if want else None for want in wanted]
 
 

@@ -47,6 +47,7 @@ def _prepare_kernel(
     sin: tl.tensor,
     q_out: tl.tensor,
     rms_out: tl.tensor,
+    plain_q_out: tl.tensor,
     k_out: tl.tensor,
     plain_out: tl.tensor,
     v_out: tl.tensor,
@@ -108,6 +109,8 @@ def _prepare_kernel(
                 head = group * HEADS + tl.arange(0, HEADS)
                 x = load_heads(q, head, q_head, heads, D, SIDE)
                 x = activate_heads(x, q_weight, inverse, head, heads, eps, 1.0, NORM, Q_WEIGHTED, RELU, D, SIDE)
+                if BACKWARD and NORMALISER and POSITIONS != 0:
+                    store_heads(plain_q_out + out, x, head, heads, size, D, PRECISION)
                 store_heads(q_out + out, place_heads(x, position, POSITIONS), head, heads, size, D, PRECISION)
         else:
             tl.store(rms_out + token, inverse)
@@ -128,7 +131,7 @@ def _prepare_kernel(
             tl.store(growth + head * all_tokens, ratio, head < heads)
             y *= root
         store_heads(k_out + out, y, head, heads, size, D, PRECISION)
-        if NORMALISER and POSITIONS != 0 and not BACKWARD:
+        if NORMALISER and POSITIONS != 0:
             store_heads(plain_out + out, x, head, heads, size, D, PRECISION)
         if POSITIONS == CAMERA:
             x = place_heads(load_heads(v, head, v_head, heads, D, SIDE), position, POSITIONS)
@@ -140,13 +143,14 @@ class Operands(NamedTuple):
 
     `v` and `q` [B,N,H,D] are with their positions for the camera, else as they were given. `q_rms` [B,N] is the inverse
     RMS of q with the full norm; `growth` [B,H,N] is ‖k after‖²/‖k before‖² of its position where it is wanted. For a
-    backward pass k is without √β, q always with its position, and nothing comes without.
+    backward pass k is without √β, q always with its position, and `plain_q` [B,H,N,D] is q without, as k is.
     """
 
     k: Tensor
     plain: Tensor
     v: Tensor
     q: Tensor
+    plain_q: Tensor
     q_rms: Tensor | None
     growth: Tensor | None
 
@@ -161,9 +165,10 @@ def prepare(scan: Scan, *, backward: bool = False) -> Operands:
         return scan.q.new_empty((batch, heads, count, dim), dtype=config.operand)
 
     k = empty()
-    plain = empty() if scan.normaliser and positions and not backward else k
+    plain = empty() if scan.normaliser and positions else k
     v = empty() if camera else k
     q = empty() if camera or backward else k
+    plain_q = empty() if backward and scan.normaliser and positions else q
     growth = scan.q.new_empty((batch, heads, count), dtype=torch.float32) if scan.discount else None
     given = activation.rms
     computed = activation.norm == "full" and given is None and not camera and not backward
@@ -184,6 +189,7 @@ def prepare(scan: Scan, *, backward: bool = False) -> Operands:
         *(tables or (stand_in, stand_in)),
         q,
         stand_in if q_rms is None else q_rms,
+        plain_q,
         k,
         plain,
         v,
@@ -216,4 +222,4 @@ def prepare(scan: Scan, *, backward: bool = False) -> Operands:
     )
     placed_v = v.transpose(1, 2) if camera else scan.v
     placed_q = q.transpose(1, 2) if camera or backward else scan.q
-    return Operands(k, plain, placed_v, placed_q, q_rms, growth)
+    return Operands(k, plain, placed_v, placed_q, plain_q, q_rms, growth)

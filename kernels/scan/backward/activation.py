@@ -19,13 +19,18 @@ BLOCK_TOKENS, TILE_TOKENS = 128, 32
 
 
 @triton.jit
-def _squared(matrix: tl.tensor) -> tl.tuple:
-    """Rows of Mᵀ·M."""
+def _squared(matrix: tl.tensor, cos: tl.tensor, sin: tl.tensor, D: tl.constexpr, SIDE: tl.constexpr) -> tl.tuple:
+    """How a token's place changes squares: the rows of Mᵀ·M for the first half, for the second cos² + sin² [1,SIDE]."""
+    col = tl.arange(0, SIDE)
+    inside = (col >= D // 2) & (col < D)
+    pair = (col - D // 2) // 2
+    c, s = tl.load(cos + pair, inside, 1.0), tl.load(sin + pair, inside, 0.0)
     c0, c1, c2, c3 = load_matrix(matrix, True)
     m00, m01, m02, m03 = _inner(c0, c0), _inner(c0, c1), _inner(c0, c2), _inner(c0, c3)
     m11, m12, m13 = _inner(c1, c1), _inner(c1, c2), _inner(c1, c3)
     m22, m23, m33 = _inner(c2, c2), _inner(c2, c3), _inner(c3, c3)
-    return (m00, m01, m02, m03), (m01, m11, m12, m13), (m02, m12, m22, m23), (m03, m13, m23, m33)
+    rows = (m00, m01, m02, m03), (m01, m11, m12, m13), (m02, m12, m22, m23), (m03, m13, m23, m33)
+    return *rows, (c * c + s * s)[None, :]
 
 
 @triton.jit
@@ -39,14 +44,14 @@ def _grown(
 ) -> tl.tensor:
     """What the gradient of the growth ‖M·a‖²/‖a‖² of activated heads a brings them: 2·(Mᵀ·M·a − ratio·a)/‖a‖² times it.
 
-    The camera turns their second half, which changes no norm. Both norms are at least NORM_FLOOR.
+    Both norms are at least NORM_FLOOR.
     """
     before = tl.sum(a * a, axis=1)
     least = tl.maximum(before, NORM_FLOOR)
     slope = tl.div_rn(2 * ratio_grad, least)
     rise = tl.where(ratio * least > NORM_FLOOR, slope, 0.0)[:, None]
     fall = tl.where(before > NORM_FLOOR, slope * ratio, 0.0)[:, None]
-    return rise * tl.where((tl.arange(0, SIDE) < D // 2)[None, :], map_quads(a, square), a) - fall * a
+    return rise * tl.where((tl.arange(0, SIDE) < D // 2)[None, :], map_quads(a, square), a * square[4]) - fall * a
 
 
 @triton.jit
@@ -80,12 +85,14 @@ def _load_gradient(
     return found
 
 
-@triton.jit(do_not_specialize=["heads", "tokens", "x_batch", "x_token", "x_head", "eps", "scale"])
+@triton.jit(do_not_specialize=["heads", "tokens", "x_batch", "x_token", "x_head", "own_tables", "eps", "scale"])
 def _activation_kernel(
     x: tl.tensor,
     grad: tl.tensor,
     weight: tl.tensor,
     matrix: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
     ratio: tl.tensor,
     ratio_grad: tl.tensor,
     out: tl.tensor,
@@ -95,6 +102,7 @@ def _activation_kernel(
     x_batch: int,
     x_token: int,
     x_head: int,
+    own_tables: int,
     eps: float,
     scale: float,
     D: tl.constexpr,
@@ -116,7 +124,8 @@ def _activation_kernel(
     ratio_grad += token * heads
     square = ()
     if GROWTH:
-        square = _squared(matrix + token * 16)
+        turns = (row + batch * own_tables * tokens) * (D // 4)
+        square = _squared(matrix + token * 16, cos + turns, sin + turns, D, SIDE)
     inverse = inverse_rms(x, x, x_head, heads, eps, NORM, False, D, SIDE, HEADS, GROUPS)
     pull = tl.zeros((HEADS, 1), tl.float32)
     if NORM == FULL_NORM:
@@ -200,9 +209,11 @@ class RawGradients(NamedTuple):
 
 
 class Growth(NamedTuple):
-    """Maps [B,N,4,4] of keys into ray frames, how much keys grow there [B,H,N], and the gradient of that [B,N,H]."""
+    """Maps [B,N,4,4] of keys into ray frames, tables of the second half, growth [B,H,N], and its gradient [B,N,H]."""
 
     matrix: Tensor
+    cos: Tensor
+    sin: Tensor
     ratio: Tensor
     grad: Tensor
 
@@ -227,12 +238,13 @@ def activation_gradients(
         x,
         grad,
         grad if weight is None else weight,
-        *(growth or (grad, grad, grad)),
+        *(growth or [grad] * len(Growth._fields)),
         out,
         rms,
         heads,
         tokens,
         *octet_strides(x),
+        int(growth is not None and growth.cos.shape[0] > 1),
         activation.eps,
         scale,
         D=dim,

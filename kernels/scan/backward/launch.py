@@ -46,6 +46,9 @@ def scan_gradients(
     starts: Tensor | None,
 ) -> Gradients:
     """Gradients of a scan whose reads were not mapped back into ray frames; its RMS is computed inside."""
+    if scan.direction == "reverse":  # the first frames of chunks are never absorbed, whatever they hold
+        first = scan.decay.new_zeros(1, dtype=torch.int64) if starts is None else starts.long()
+        scan = scan._replace(decay=scan.decay.index_fill(2, first, 0))
     operands = prepare(scan, backward=True)
     damped = scan if operands.growth is None else scan._replace(beta=_damped(scan.beta, operands.growth))
     grad, denominator_grad, final_grad = upstream
@@ -65,7 +68,7 @@ def scan_gradients(
     beta, growth = found.beta, None
     if operands.growth is not None and scan.positions is not None and scan.positions.matrices is not None:
         beta, growth_grad = _undamped(scan.beta, found.beta, operands.growth)
-        growth = Growth(scan.positions.matrices[1], operands.growth, growth_grad)
+        growth = Growth(scan.positions.matrices[1], *scan.positions.tables, operands.growth, growth_grad)
     q, k = _raw(scan, found, growth)
     return Gradients(
         q.x,

@@ -9,20 +9,18 @@ from longtake.kernels.fitting import Fitted
 from longtake.kernels.scan.absorb import load_rows, load_tokens
 from longtake.kernels.scan.inputs import Scan
 from longtake.kernels.scan.prepare import Operands
-from longtake.kernels.scan.tokens import unplace
 from longtake.kernels.triton_tiles import as_operand, octet_strides, padded, store_square
 
 SUMMED_ROWS = tl.constexpr(16)
 """Of queries that are summed one by one: a thread's own rows are added before they take registers."""
 
 
-@triton.jit(do_not_specialize=["heads", "frames", "tokens", "g_batch", "g_token", "g_head", "own_tables"])
+@triton.jit(do_not_specialize=["heads", "frames", "tokens", "g_batch", "g_token", "g_head"])
 def _receive_kernel(
     q: tl.tensor,
+    plain_q: tl.tensor,
     grad: tl.tensor,
     denominator_grad: tl.tensor,
-    cos: tl.tensor,
-    sin: tl.tensor,
     received: tl.tensor,
     heads: int,
     frames: int,
@@ -30,13 +28,11 @@ def _receive_kernel(
     g_batch: int,
     g_token: int,
     g_head: int,
-    own_tables: int,
     D: tl.constexpr,
     SIDE: tl.constexpr,
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
     STAGES: tl.constexpr,
-    POSITIONS: tl.constexpr,
     NORMALISER: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
@@ -57,12 +53,10 @@ def _receive_kernel(
         store_square(received, total, D)
     else:
         denominator_grad += (batch * frames + place) * tokens * heads + head
-        turns = (batch * frames * own_tables + place) * tokens * (D // 2)
         sums = tl.zeros((SUMMED_ROWS, SIDE), tl.float32)
         for tile in tl.range(0, TILES, num_stages=STAGES):
             row = tile * ROWS + tl.arange(0, ROWS)
-            query = load_rows(q + first, row, tokens, D, SIDE).to(tl.float32)
-            query = unplace(query, q, cos + turns, sin + turns, row, tokens, 0, D, POSITIONS, False)
+            query = load_rows(plain_q + first, row, tokens, D, SIDE).to(tl.float32)
             query *= tl.load(denominator_grad + row * heads, row < tokens, 0.0)[:, None]
             sums += tl.sum(tl.reshape(query, (ROWS // SUMMED_ROWS, SUMMED_ROWS, SIDE)), axis=0)
         entry = tl.arange(0, SIDE)
@@ -76,25 +70,22 @@ def receive(scan: Scan, operands: Operands, grad: Tensor, denominator_grad: Tens
     """
     config, dim = scan.configuration, scan.dim
     count = scan.memories * scan.frames
-    tables = scan.positions.tables if scan.positions else (scan.decay, scan.decay)
     received = scan.q.new_empty((count, dim + scan.normaliser, dim), dtype=torch.float32)
     Fitted(_receive_kernel, grad.device)[(count, 1 + scan.normaliser)](
         operands.q,
+        operands.plain_q,
         grad,
         scan.decay if denominator_grad is None else denominator_grad,
-        *tables,
         received,
         scan.decay.shape[1],
         scan.frames,
         scan.tokens,
         *octet_strides(grad),
-        int(tables[0].shape[0] > 1),
         D=dim,
         SIDE=padded(dim),
         ROWS=config.absorb_rows,
         TILES=triton.cdiv(scan.tokens, config.absorb_rows),
         STAGES=config.receive_stages,
-        POSITIONS=scan.positions.kind if scan.positions and scan.normaliser else 0,
         NORMALISER=scan.normaliser,
         PRECISION=config.dot,
         num_warps=config.absorb_warps,

@@ -137,6 +137,7 @@ def _queries_kernel(
 )  # fmt: skip
 def _keys_kernel(
     k: tl.tensor,
+    plain: tl.tensor,
     v: tl.tensor,
     beta: tl.tensor,
     decay: tl.tensor,
@@ -178,6 +179,7 @@ def _keys_kernel(
     batch, head = memory // heads, memory % heads
     first = batch * frames + place
     k += frame * tokens * D
+    plain += frame * tokens * D
     v += (batch * v_batch + head * v_head + place * tokens * v_token) * 8
     k_out += (first * tokens * heads + head) * D
     v_out += (first * tokens * heads + head) * D
@@ -205,10 +207,7 @@ def _keys_kernel(
     share = _row_sums(x.to(tl.float32), brought - 0.5 * erased)
     back = unplace(brought - erased, matrix, cos + turns, sin + turns, row, tokens, 0, D, POSITIONS, True)
     if NORMALISER:
-        plain_key = unplace(
-            load_rows(k, row, tokens, D, SIDE).to(tl.float32), matrix, cos + turns, sin + turns, row, tokens, 0, D,
-            POSITIONS, True,
-        )  # fmt: skip
+        plain_key = load_rows(plain, row, tokens, D, SIDE).to(tl.float32)
         fade = tl.load(decay + frame).to(tl.float32)
         for i in tl.static_range(0, DIRECTIONS):
             other = i * tl.num_programs(0).to(tl.int64) * D
@@ -232,7 +231,7 @@ def _launch(how: Reading) -> dict[str, Any]:
 class TokenGradients(NamedTuple):
     """Gradients of q, k, v [B,N,H,D] before they are placed, `v` in its dtype, and of β [B,H,F,S] fp32.
 
-    `q` and `k` are in the dtype of operands if k is, else in fp32: what their norm takes from them may be most of them.
+    `q` and `k` are in the dtype of operands where the tokens are, else in fp32: their norm may take most of them away.
     """
 
     q: Tensor
@@ -255,8 +254,15 @@ def token_gradients(
     """Gradients of all tokens; `operands` of a backward pass."""
     batch, heads, frames = scan.decay.shape
     config, positions = scan.configuration, scan.positions
-    narrow = config.operand if scan.k.dtype == config.operand else torch.float32
-    q, k, v = (scan.q.new_empty(scan.q.shape, dtype=dtype) for dtype in (narrow, narrow, scan.v.dtype))
+    q, k = (
+        torch.empty_like(
+            x,
+            dtype=config.operand if x.dtype == config.operand else torch.float32,
+            memory_format=torch.contiguous_format,
+        )
+        for x in (scan.q, scan.k)
+    )
+    v = torch.empty_like(scan.v, memory_format=torch.contiguous_format)
     found = TokenGradients(q, k, v, scan.q.new_empty((batch, heads, frames, scan.tokens), dtype=torch.float32))
     stand_in = scan.decay
     tables = positions.tables if positions else (stand_in, stand_in)
@@ -294,6 +300,7 @@ def token_gradients(
     z = None if state is None else state.z
     Fitted(_keys_kernel, grad.device)[count, triton.cdiv(scan.tokens, config.keys.rows)](
         operands.k,
+        operands.plain,
         operands.v,
         scan.beta,
         scan.decay,

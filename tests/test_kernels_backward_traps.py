@@ -1,0 +1,84 @@
+"""Gradients where shortcuts would show: tables that are no rotations, second gradients, autocast, mixed dtypes."""
+
+import gradients
+import pytest
+import torch
+from kernel_checks import BF16, DEVICE, FP32, Shape
+from scan_modes import SCANS, draw
+
+from longtake.kernels import gdn_scan, ttt_linear
+
+SMALL, TINY = Shape(1, 3, 7, 2, 16), Shape(1, 2, 2, 1, 16)
+TURNED = {"gdn": "both full weights turned state", "branch": "both weights state chunks"}
+
+
+@pytest.mark.parametrize("name", TURNED)
+@pytest.mark.parametrize("stretch", [1.25, 0.0])
+def test_tables_need_not_be_rotations(name: str, stretch: float) -> None:
+    x = draw(name, SMALL, FP32, TURNED[name])
+    x |= {"cos": x["cos"] * stretch, "sin": x["sin"] * stretch}
+    truth = gradients.true(name, x)
+    ours = gradients.run(name, x, "ieee")
+    for key, true in truth.items():
+        assert float((ours[key] - true).norm()) <= 1e-6 * float(true.norm()), key
+
+
+def penalised(name: str, **backends: str) -> torch.Tensor:
+    """Gradient of q when the size of the gradient of v is part of the loss."""
+    x = gradients.leaves(draw(name, TINY, FP32, TURNED[name]))
+    out = SCANS[name].public(**x, precision="ieee", **backends).out
+    (by_v,) = torch.autograd.grad(out.square().sum(), x["v"], create_graph=True)
+    (out.sum() + by_v.square().sum()).backward()
+    return x["q"].grad
+
+
+@pytest.mark.parametrize("name", TURNED)
+def test_a_gradient_of_a_gradient_comes_from_the_reference(name: str) -> None:
+    found, true = penalised(name, backend="triton", backward="reference"), penalised(name, backend="reference")
+    torch.testing.assert_close(found, true, rtol=1e-4, atol=1e-5 * float(true.abs().max()))
+
+
+def test_a_gradient_of_a_gradient_of_ttt_linear_comes_from_the_reference() -> None:
+    def penalty(**backends: str) -> torch.Tensor:
+        generator = torch.Generator(DEVICE).manual_seed(0)
+        q, k, v = (0.3 * torch.randn(1, 32, 1, 16, generator=generator, device=DEVICE) for _ in range(3))
+        w, b, eta = torch.ones(1, 16, device=DEVICE), torch.zeros(1, 16, device=DEVICE), q[..., 0].abs()
+        q, v = q.requires_grad_(), v.requires_grad_()
+        out = ttt_linear(q, k, v, w, b, eta, **backends).out
+        (by_v,) = torch.autograd.grad(out.square().sum(), v, create_graph=True)
+        (out.sum() + by_v.square().sum()).backward()
+        return q.grad
+
+    true = penalty(backend="reference")
+    torch.testing.assert_close(penalty(backend="triton", backward="reference"), true, rtol=1e-3, atol=1e-4)
+
+
+def test_autocast_changes_no_gradient_of_the_reference() -> None:
+    x = draw("gdn", TINY, FP32, TURNED["gdn"])
+    how = {"backend": "triton", "backward": "reference", "precision": "ieee"}
+    outside = gradients.gradients("gdn", x, **how)
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        inside = gradients.gradients("gdn", x, **how)
+    assert all(torch.equal(inside[key], outside[key]) for key in outside)
+
+
+def test_a_gradient_keeps_what_its_own_dtype_can_hold() -> None:
+    """q in fp32 beside k in bf16: the norm takes all but a little of the gradient of q."""
+    x = draw("gdn", TINY, FP32, "forward full state")
+    x |= {"k": x["k"].to(BF16), "v": x["v"].to(BF16)}
+    with_bf16 = gradients.gradients("gdn", x, backend="triton", precision="bf16")["q"]
+    x |= {"k": x["k"].float(), "v": x["v"].float()}
+    in_fp32 = gradients.gradients("gdn", x, backend="triton", precision="bf16")["q"]
+    assert torch.equal(with_bf16, in_fp32)
+
+
+def test_a_decay_that_no_frame_is_absorbed_with_may_hold_anything() -> None:
+    x = draw("gdn", TINY, FP32, "reverse full turned")
+    found = []
+    for decay in (0.5, float("nan")):
+        given = gradients.leaves(x | {"decay": x["decay"].clone()})
+        given["decay"].data[:, :, 0] = decay
+        out = gdn_scan(**given, backend="triton", precision="ieee").out
+        out.square().sum().backward()
+        found.append([given[key].grad for key in ("q", "k", "v", "beta")])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
