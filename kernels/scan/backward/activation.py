@@ -29,8 +29,13 @@ def _squared(matrix: tl.tensor, cos: tl.tensor, sin: tl.tensor, D: tl.constexpr,
     m00, m01, m02, m03 = _inner(c0, c0), _inner(c0, c1), _inner(c0, c2), _inner(c0, c3)
     m11, m12, m13 = _inner(c1, c1), _inner(c1, c2), _inner(c1, c3)
     m22, m23, m33 = _inner(c2, c2), _inner(c2, c3), _inner(c3, c3)
-    rows = (m00, m01, m02, m03), (m01, m11, m12, m13), (m02, m12, m22, m23), (m03, m13, m23, m33)
-    return *rows, (c * c + s * s)[None, :]
+    return (
+        (m00, m01, m02, m03),
+        (m01, m11, m12, m13),
+        (m02, m12, m22, m23),
+        (m03, m13, m23, m33),
+        (c * c + s * s)[None, :],
+    )
 
 
 @triton.jit

@@ -240,6 +240,11 @@ class TokenGradients(NamedTuple):
     beta: Tensor
 
 
+def _unwritten(x: Tensor, operand: torch.dtype) -> Tensor:
+    """Room for the gradients of tokens, contiguous."""
+    return x.new_empty(x.shape, dtype=operand if x.dtype == operand else torch.float32)
+
+
 def token_gradients(
     scan: Scan,
     operands: Operands,
@@ -254,16 +259,12 @@ def token_gradients(
     """Gradients of all tokens; `operands` of a backward pass."""
     batch, heads, frames = scan.decay.shape
     config, positions = scan.configuration, scan.positions
-    q, k = (
-        torch.empty_like(
-            x,
-            dtype=config.operand if x.dtype == config.operand else torch.float32,
-            memory_format=torch.contiguous_format,
-        )
-        for x in (scan.q, scan.k)
+    found = TokenGradients(
+        _unwritten(scan.q, config.operand),
+        _unwritten(scan.k, config.operand),
+        _unwritten(scan.v, scan.v.dtype),
+        scan.q.new_empty((batch, heads, frames, scan.tokens), dtype=torch.float32),
     )
-    v = torch.empty_like(scan.v, memory_format=torch.contiguous_format)
-    found = TokenGradients(q, k, v, scan.q.new_empty((batch, heads, frames, scan.tokens), dtype=torch.float32))
     stand_in = scan.decay
     tables = positions.tables if positions else (stand_in, stand_in)
     matrices = (positions and positions.matrices) or (stand_in, stand_in)
