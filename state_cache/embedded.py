@@ -13,10 +13,8 @@ import threading
 import time
 from concurrent.futures import Future
 from pathlib import Path
-from socket import create_connection
 from types import TracebackType
 from typing import Literal, Self
-from urllib.parse import urlsplit
 
 import redis
 from redis.backoff import NoBackoff
@@ -29,7 +27,6 @@ from longtake.state_cache.errors import StoreError
 _SILENCE_SECONDS = 30.0
 _STOP_SECONDS = 10.0
 _POLL_SECONDS = 0.02
-_CONNECT_SECONDS = 0.5
 _LONGEST_SOCKET_PATH = 103  # bytes; macOS allows 103, Linux 107
 _FIRST_PAUSE_SECONDS = 0.2
 _LONGEST_PAUSE_SECONDS = 5.0
@@ -73,7 +70,7 @@ class EmbeddedServer:
         data_dir: made if need be, with access for this user alone.
         binary: server to run; by default the first of this machine that can read what is there.
         patience: seconds to wait for the lock, since a server that was told to end may take a while.
-        url: where this process answers, for those that find the directory in use; they do not wait while it does.
+        url: where this process answers, to be told to those that find the directory in use.
     """
 
     def __init__(
@@ -265,10 +262,8 @@ def _answer(client: redis.Redis) -> Literal["ready", "loading", "none"]:
 def _lock(path: Path, patience: float) -> int:
     give_up = time.monotonic() + patience
     while (lock := _try_lock(path)) is None:
-        holder, url = _holder(path)
-        if time.monotonic() > give_up or (url is not None and _listens(url)):
-            where = "" if url is None else f", at {url}"
-            raise DataDirectoryBusy(f"the data directory {path.parent} is in use by {holder}{where}")
+        if time.monotonic() > give_up:
+            raise DataDirectoryBusy(f"the data directory {path.parent} is in use by {_holder(path)}")
         time.sleep(_POLL_SECONDS)
     return lock
 
@@ -284,22 +279,11 @@ def _try_lock(path: Path) -> int | None:
     return descriptor
 
 
-def _holder(lock: Path) -> tuple[str, str | None]:
-    """Who holds a lock, and the URL where it answers if it said one."""
+def _holder(lock: Path) -> str:
+    """Who holds a lock, and where it answers if it said so."""
     said = lock.read_text("utf-8", errors="replace").split()
     name = f"process {said[0]} (its store is process {said[1]})" if len(said) > 1 else "another process"
-    return name, said[2] if len(said) > 2 else None
-
-
-def _listens(url: str) -> bool:
-    """Whether a server takes connections there: one that was told to end does not."""
-    try:
-        address = urlsplit(url)
-        with create_connection((address.hostname or "", address.port or 80), _CONNECT_SECONDS) as found:
-            ours, theirs = found.getsockname(), found.getpeername()
-            return bool(ours != theirs)  # who calls a free port may be given that port
-    except (OSError, ValueError):
-        return False
+    return f"{name}, at {said[2]}" if len(said) > 2 else name
 
 
 def _runtime_dir(data_dir: Path) -> Path:

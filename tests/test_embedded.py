@@ -1,7 +1,6 @@
 import contextlib
 import os
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -161,27 +160,12 @@ def test_a_second_server_on_the_directory_is_refused(server: EmbeddedServer, tmp
         assert listed(store, 1) == []
 
 
-def test_a_second_server_is_refused_at_once_while_the_first_answers(tmp_path: Path) -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        with EmbeddedServer(tmp_path, packaged_binary(), url=url) as server:
-            with pytest.raises(DataDirectoryBusy, match=url):
-                EmbeddedServer(tmp_path, packaged_binary(), patience=0).start()
-            signal_server(server, signal.SIGKILL)
-            server.start()
-            listener.listen()
-            began = time.monotonic()
-            with pytest.raises(DataDirectoryBusy, match=url):
-                EmbeddedServer(tmp_path, packaged_binary(), patience=60).start()
-            assert time.monotonic() - began < 20
-
-
-@pytest.mark.parametrize("said", ["1 2 http://127.0.0.1:70000", "1 2 http://[", "1 2 here"])
-def test_a_lock_file_that_names_no_address(server: EmbeddedServer, tmp_path: Path, said: str) -> None:
-    (tmp_path / "data" / "lock").write_text(said)
-    with pytest.raises(DataDirectoryBusy, match="process 1"):
-        EmbeddedServer(tmp_path / "data", packaged_binary(), patience=0.1).start()
+def test_a_second_server_is_told_where_the_first_answers(tmp_path: Path) -> None:
+    with (
+        EmbeddedServer(tmp_path, packaged_binary(), url="http://127.0.0.1:8000"),
+        pytest.raises(DataDirectoryBusy, match=r"process \d+\), at http://127\.0\.0\.1:8000$"),
+    ):
+        EmbeddedServer(tmp_path, packaged_binary(), patience=0).start()
 
 
 def test_a_second_server_waits_for_the_first_to_end(server: EmbeddedServer, tmp_path: Path) -> None:
