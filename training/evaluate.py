@@ -208,7 +208,7 @@ def main() -> None:
         model = load_bundle(arguments.weights, device)
     except WeightsError as error:
         parser.error(str(error))
-    name = f"tiny-world {hashlib.sha256((arguments.weights / TRANSFORMER_FILE).read_bytes()).hexdigest()[:8]}"
+    measured = f"tiny-world {hashlib.sha256((arguments.weights / TRANSFORMER_FILE).read_bytes()).hexdigest()[:8]}"
     if device.type == "cuda":
         model.transformer.to(torch.bfloat16)  # as it was trained; on a CPU fp32, as it is served
         model.words.to(device)
@@ -218,7 +218,7 @@ def main() -> None:
     for name in arguments.only or parts:
         with torch.no_grad():
             found = list(parts[name](judge))
-        rows = [row(f"{name}: {x.work}", x.number, x.goal, hardware, arguments.commit) for x in found]
+        rows = [row(f"{measured}: {x.work}", x.number, x.goal, hardware, arguments.commit) for x in found]
         report(rows, record=arguments.record)
 
 

@@ -102,8 +102,7 @@ class WorldLoss:
         self, clean: Tensor, chunk: ChunkCondition, state: TransformerState | None, pinned: int
     ) -> tuple[Noisy, Tensor]:
         """Any step of the sampler for each clip, and what the model makes of the chunk."""
-        noise = torch.randn_like(clean)
-        noise[:, :, :pinned] = clean[:, :, :pinned]
+        noise = _noise(clean, pinned)
         *steps, known = (noise, *euler_steps(self.model, noise, chunk, state, pinned=pinned))
         choice = torch.randint(len(steps), (len(clean),), device=clean.device)
         latents = torch.stack(steps)[choice, torch.arange(len(clean), device=clean.device)]
@@ -116,16 +115,21 @@ class WorldLoss:
         free = torch.ones(clean.shape[2], device=clean.device)
         free[:pinned] = 0
         sigma = (noisy.timesteps / MAX_TIMESTEP)[:, None, :, None, None]
-        latents = torch.where(free.bool()[:, None, None], noisy.latents, clean)
-        velocity, _ = self.model(latents, noisy.timesteps * free, chunk, state)
-        return functional.mse_loss(velocity[:, :, pinned:], ((latents - clean) / sigma)[:, :, pinned:])
+        velocity, _ = self.model(noisy.latents, noisy.timesteps * free, chunk, state)
+        return functional.mse_loss(velocity[:, :, pinned:], ((noisy.latents - clean) / sigma)[:, :, pinned:])
 
 
 def _noised(clean: Tensor, pinned: int) -> tuple[Noisy, Tensor]:
     """A chunk with noise of any level, and with some noise as it is remembered."""
     timesteps = shifted(torch.rand(len(clean), 1, device=clean.device))
     sigma = (timesteps / MAX_TIMESTEP)[:, None, :, None, None]
-    noise, part = torch.randn_like(clean), HISTORY_NOISE * torch.rand(len(clean), 1, 1, 1, 1, device=clean.device)
-    known = clean + part * (torch.randn_like(clean) - clean)
-    known[:, :, :pinned] = clean[:, :, :pinned]
-    return Noisy(clean + sigma * (noise - clean), timesteps), known
+    part = HISTORY_NOISE * torch.rand(len(clean), 1, 1, 1, 1, device=clean.device)
+    noisy, known = (clean + size * (_noise(clean, pinned) - clean) for size in (sigma, part))
+    return Noisy(noisy, timesteps), known
+
+
+def _noise(clean: Tensor, pinned: int) -> Tensor:
+    """Noise in the shape of a chunk, whose first `pinned` frames it leaves as they are."""
+    noise = torch.randn_like(clean)
+    noise[:, :, :pinned] = clean[:, :, :pinned]
+    return noise
