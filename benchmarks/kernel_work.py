@@ -105,6 +105,11 @@ def k_scale(x: Inputs) -> float:
     return float((x["beta"].shape[-1] * x["qkv"].shape[-1]) ** -0.5)
 
 
+def tokens_of(x: Inputs) -> tuple[Tensor, ...]:
+    """q, k and v, which are views of one buffer."""
+    return (x["q"], x["k"], x["v"]) if "q" in x else x["qkv"].unbind(2)
+
+
 def given_rms(x: Inputs) -> tuple[Tensor, Tensor] | None:
     """Inverse RMS of q and k, where heads were cut out of the tensors that it belongs to."""
     return (x["q_rms"], x["k_rms"]) if "q_rms" in x else None
@@ -112,7 +117,7 @@ def given_rms(x: Inputs) -> tuple[Tensor, Tensor] | None:
 
 def gdn(x: Inputs, precision: Precision, backend: Backend | None = None, *, merged: bool = True) -> Results:
     """Inverse RMS, both directions, state in and out, quotient, gate; or numerator and denominator."""
-    q, k, v = x["qkv"].unbind(2)
+    q, k, v = tokens_of(x)
     found = gdn_scan(
         q,
         k,
@@ -147,7 +152,7 @@ def gdn_results(x: Inputs, precision: Precision, backend: Backend | None = None)
 
 def camera(x: Inputs, precision: Precision, backend: Backend | None = None, *, transformed: bool = True) -> Results:
     """Preparation, discount, both directions, state in and out, output transform."""
-    q, k, v = x["qkv"].unbind(2)
+    q, k, v = tokens_of(x)
     found = cam_branch(
         q,
         k,

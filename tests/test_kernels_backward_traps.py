@@ -82,3 +82,10 @@ def test_a_decay_that_no_frame_is_absorbed_with_may_hold_anything() -> None:
         out.square().sum().backward()
         found.append([given[key].grad for key in ("q", "k", "v", "beta")])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_a_norm_without_eps_has_gradients_of_its_weights() -> None:
+    x = draw("gdn", SMALL, FP32, "both head weights") | {"norm_eps": 0.0}
+    truth, ours = gradients.true("gdn", x), gradients.run("gdn", x, "ieee")
+    for key in ("q_weight", "k_weight", "q", "k"):
+        torch.testing.assert_close(ours[key].double(), truth[key], rtol=1e-4, atol=1e-5)

@@ -85,15 +85,20 @@ def _sum(sums: tl.tensor, OPERAND: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _discount(growth: tl.tensor, tokens: tl.tensor) -> tl.tensor:
-    """1 / max(1, mean growth of a frame's keys); NaN stays."""
+def _mean(growth: tl.tensor, tokens: tl.tensor) -> tl.tensor:
+    """Of a frame's keys."""
     total = tl.zeros((GROWTH_BLOCK,), tl.float32)
     start = 0
     while start < tokens:
         place = start + tl.arange(0, GROWTH_BLOCK)
         total += tl.load(growth + place, place < tokens, 0.0)
         start += GROWTH_BLOCK
-    mean = tl.div_rn(tl.sum(total, axis=0), tokens * 1.0)
+    return tl.div_rn(tl.sum(total, axis=0), tokens * 1.0)
+
+
+@triton.jit
+def discount(mean: tl.tensor) -> tl.tensor:
+    """1 / max(1, mean growth of a frame's keys); NaN stays."""
     return tl.div_rn(1.0, tl.maximum(mean, 1.0, propagate_nan=tl.PropagateNan.ALL))
 
 
@@ -106,6 +111,7 @@ def _absorb_kernel(
     growth: tl.tensor,
     transitions: tl.tensor,
     updates: tl.tensor,
+    growth_out: tl.tensor,
     heads: int,
     frames: int,
     tokens: int,
@@ -143,7 +149,9 @@ def _absorb_kernel(
             rooted = to_operand(_rooted(key, beta, row, tokens, beta_token, OPERAND), OPERAND, PRECISION)
             update = tl.dot(tl.trans(rooted), value, update, input_precision=PRECISION)
         if DISCOUNT:
-            weight = _discount(growth + frame * tokens, tokens)
+            mean = _mean(growth + frame * tokens, tokens)
+            tl.store(growth_out + frame, mean)
+            weight = discount(mean)
             total *= weight
             update *= weight
         store_square(transitions, to_operand(total, OPERAND, PRECISION), D)
@@ -164,10 +172,12 @@ class Records(NamedTuple):
     """What each frame does.
 
     `transitions` [B·H·F,1 or 2,D,D]: P and, with a normaliser, P_z. `updates` [B·H·F,D or D + 1,D] fp32: A and A_z.
+    `growth` [B,H,F] fp32: mean growth of the keys, where it discounts.
     """
 
     transitions: Tensor
     updates: Tensor
+    growth: Tensor | None
 
 
 def absorb(scan: Scan, operands: Operands) -> Records:
@@ -176,6 +186,7 @@ def absorb(scan: Scan, operands: Operands) -> Records:
     count, heads = scan.memories * scan.frames, scan.decay.shape[1]
     transitions = scan.q.new_empty((count, 1 + scan.normaliser, dim, dim), dtype=config.operand)
     updates = scan.q.new_empty((count, dim + scan.normaliser, dim), dtype=torch.float32)
+    growth = scan.q.new_empty(scan.decay.shape, dtype=torch.float32) if scan.discount else None
     _absorb_kernel[(count, 1 + scan.normaliser)](
         operands.k,
         operands.plain,
@@ -184,6 +195,7 @@ def absorb(scan: Scan, operands: Operands) -> Records:
         scan.beta if operands.growth is None else operands.growth,
         transitions,
         updates,
+        updates if growth is None else growth,
         heads,
         scan.frames,
         tokens,
@@ -200,4 +212,4 @@ def absorb(scan: Scan, operands: Operands) -> Records:
         PRECISION=config.dot,
         num_warps=config.absorb_warps,
     )
-    return Records(transitions, updates)
+    return Records(transitions, updates, growth)

@@ -44,6 +44,7 @@ class Configuration(NamedTuple):
     absorb_stages: int
     receive_stages: int
     combine_warps: int
+    combine_stages: int
     value_columns: int
     remember_warps: int
     remember_stages: int
@@ -64,7 +65,8 @@ HOPPER_BF16 = Configuration(
     absorb_warps=8,
     absorb_stages=4,
     receive_stages=3,
-    combine_warps=4,
+    combine_warps=8,
+    combine_stages=3,
     value_columns=32,
     remember_warps=4,
     remember_stages=3,
@@ -80,7 +82,7 @@ HOPPER_TF32 = HOPPER_BF16._replace(
     absorb_rows=16,
     absorb_stages=1,
     receive_stages=1,
-    combine_warps=8,
+    combine_stages=1,
     value_columns=16,
     remember_stages=1,
     remember_warps=8,

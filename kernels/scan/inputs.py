@@ -8,6 +8,8 @@ from longtake.kernels.scan.configurations import Configuration, Precision, confi
 
 Direction = Literal["forward", "reverse", "both"]
 Norm = Literal["none", "head", "full"]
+Which = Literal[0, 1]
+"""Of a scan: its queries, or its keys."""
 NORMS: dict[Norm, int] = {"none": 0, "head": 1, "full": 2}
 
 

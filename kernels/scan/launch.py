@@ -50,10 +50,18 @@ class Results(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What a forward pass leaves for its backward pass: P of every frame, and what every frame read."""
+    """What a forward pass leaves for its backward pass.
+
+    P of every frame, what every frame read, inverse RMS of q and k with the full norm, the denominator [B,N,H]; with a
+    discount the mean growth of every frame and its A.
+    """
 
     transitions: Tensor
     snapshots: Snapshots
+    rms: tuple[Tensor, Tensor] | None
+    denominator: Tensor | None
+    growth: Tensor | None
+    updates: Tensor | None
 
 
 def check_device(precision: Precision, device: torch.device) -> None:
@@ -114,7 +122,10 @@ def run(scan: Scan, states: States, finish: Finish) -> tuple[Results, Saved]:
         if given is not None and given is not written:
             given.copy_(written)
     reads = read(scan, operands, snapshots, **finish._asdict())
-    return Results(*reads, fresh), Saved(records.transitions, snapshots)
+    updates = records.updates if scan.discount else None
+    return Results(*reads, fresh), Saved(
+        records.transitions, snapshots, operands.rms, reads[1], records.growth, updates
+    )
 
 
 def ready(scan: Scan) -> Scan:

@@ -1,8 +1,8 @@
 """First step of a scan: every token's k as an operand of the products that follow, all heads of a token at once.
 
 k gets its norm, ReLU, scale, position and √β, so that P = Kᵀ·diag(β)·K stays symmetric when its operands are rounded.
-q and v are prepared where the camera maps them. Operands lie head by head, [B,H,N,D]. A backward pass wants q, and k
-without √β.
+q and v are prepared where the camera maps them. Operands lie head by head, [B,H,N,D]. A backward pass wants q,
+too, and k without √β.
 """
 
 from typing import NamedTuple
@@ -46,12 +46,13 @@ def _prepare_kernel(
     cos: tl.tensor,
     sin: tl.tensor,
     q_out: tl.tensor,
-    rms_out: tl.tensor,
-    plain_q_out: tl.tensor,
+    q_rms_out: tl.tensor,
+    k_rms_out: tl.tensor,
     k_out: tl.tensor,
     plain_out: tl.tensor,
     v_out: tl.tensor,
     growth: tl.tensor,
+    before_out: tl.tensor,
     heads: int,
     frames: int,
     tokens: int,
@@ -101,21 +102,22 @@ def _prepare_kernel(
     v += (batch * v_batch + place * v_token) * 8
     beta += (batch * heads * frames + place // tokens) * beta_frame + place % tokens * beta_token
     growth += batch * heads * all_tokens + place
+    before_out += batch * heads * all_tokens + place
     if POSITIONS == CAMERA or BACKWARD or (NORM == FULL_NORM and not GIVEN):
         inverse = inverse_rms(q, q_rms + token, q_head, heads, eps, NORM, GIVEN, D, SIDE, HEADS, GROUPS)
+        if NORM == FULL_NORM and not GIVEN:
+            tl.store(q_rms_out + token, inverse)
         if POSITIONS == CAMERA or BACKWARD:
             position = position_of(matrix, cos, sin, True, 1.0, POSITIONS, D, SIDE)
             for group in range(GROUPS):
                 head = group * HEADS + tl.arange(0, HEADS)
                 x = load_heads(q, head, q_head, heads, D, SIDE)
                 x = activate_heads(x, q_weight, inverse, head, heads, eps, 1.0, NORM, Q_WEIGHTED, RELU, D, SIDE)
-                if BACKWARD and NORMALISER and POSITIONS != 0:
-                    store_heads(plain_q_out + out, x, head, heads, size, D, PRECISION)
                 store_heads(q_out + out, place_heads(x, position, POSITIONS), head, heads, size, D, PRECISION)
-        else:
-            tl.store(rms_out + token, inverse)
     position = position_of(inverse_matrix, cos, sin, False, 1.0, POSITIONS, D, SIDE)
     inverse = inverse_rms(k, k_rms + token, k_head, heads, eps, NORM, GIVEN, D, SIDE, HEADS, GROUPS)
+    if NORM == FULL_NORM and not GIVEN:
+        tl.store(k_rms_out + token, inverse)
     for group in range(GROUPS):
         head = group * HEADS + tl.arange(0, HEADS)
         root = tl.full((HEADS, 1), 1.0, tl.float32)
@@ -127,11 +129,13 @@ def _prepare_kernel(
         x = activate_heads(x, k_weight, inverse, head, heads, eps, lift, NORM, K_WEIGHTED, RELU, D, SIDE)
         y = place_heads(x, position, POSITIONS)
         if DISCOUNT:
-            _, _, ratio = growth_of(x, y, k_out.dtype.element_ty)
+            before, _, ratio = growth_of(x, y, k_out.dtype.element_ty)
             tl.store(growth + head * all_tokens, ratio, head < heads)
+            if BACKWARD:
+                tl.store(before_out + head * all_tokens, before, head < heads)
             y *= root
         store_heads(k_out + out, y, head, heads, size, D, PRECISION)
-        if NORMALISER and POSITIONS != 0:
+        if NORMALISER and POSITIONS != 0 and not BACKWARD:
             store_heads(plain_out + out, x, head, heads, size, D, PRECISION)
         if POSITIONS == CAMERA:
             x = place_heads(load_heads(v, head, v_head, heads, D, SIDE), position, POSITIONS)
@@ -141,18 +145,19 @@ def _prepare_kernel(
 class Operands(NamedTuple):
     """k with its position and k without (the same where there is none), each times √β, [B,H,N,D].
 
-    `v` and `q` [B,N,H,D] are with their positions for the camera, else as they were given. `q_rms` [B,N] is the inverse
-    RMS of q with the full norm; `growth` [B,H,N] is ‖k after‖²/‖k before‖² of its position where it is wanted. For a
-    backward pass k is without √β, q always with its position, and `plain_q` [B,H,N,D] is q without, as k is.
+    `v` and `q` [B,N,H,D] are with their positions for the camera, else as they were given. `rms` [B,N] is the inverse
+    RMS of q and of k with the full norm; `growth` [B,H,N] is ‖k after‖²/‖k before‖² of its position where it is wanted.
+    For a backward pass k is without √β, q always with its position, there is no `plain`, and `before` [B,H,N] goes with
+    `growth`.
     """
 
     k: Tensor
     plain: Tensor
     v: Tensor
     q: Tensor
-    plain_q: Tensor
-    q_rms: Tensor | None
+    rms: tuple[Tensor, Tensor] | None
     growth: Tensor | None
+    before: Tensor | None
 
 
 def prepare(scan: Scan, *, backward: bool = False) -> Operands:
@@ -165,14 +170,15 @@ def prepare(scan: Scan, *, backward: bool = False) -> Operands:
         return scan.q.new_empty((batch, heads, count, dim), dtype=config.operand)
 
     k = empty()
-    plain = empty() if scan.normaliser and positions else k
+    plain = empty() if scan.normaliser and positions and not backward else k
     v = empty() if camera else k
     q = empty() if camera or backward else k
-    plain_q = empty() if backward and scan.normaliser and positions else q
     growth = scan.q.new_empty((batch, heads, count), dtype=torch.float32) if scan.discount else None
-    given = activation.rms
-    computed = activation.norm == "full" and given is None and not camera and not backward
-    q_rms = scan.q.new_empty((batch, count), dtype=torch.float32) if computed else (given[0] if given else None)
+    before = torch.empty_like(growth) if backward and growth is not None else None
+    given = rms = activation.rms
+    if activation.norm == "full" and given is None:
+        q_rms = scan.q.new_empty((batch, count), dtype=torch.float32)
+        rms = q_rms, torch.empty_like(q_rms)
     q_weight, k_weight = activation.weights
     tables, stand_in = positions.tables if positions else None, scan.decay
     matrices = positions.matrices if positions and positions.matrices else (stand_in, stand_in)
@@ -188,12 +194,12 @@ def prepare(scan: Scan, *, backward: bool = False) -> Operands:
         *matrices,
         *(tables or (stand_in, stand_in)),
         q,
-        stand_in if q_rms is None else q_rms,
-        plain_q,
+        *(rms or (stand_in, stand_in)),
         k,
         plain,
         v,
         stand_in if growth is None else growth,
+        stand_in if before is None else before,
         heads,
         scan.frames,
         scan.tokens,
@@ -222,4 +228,4 @@ def prepare(scan: Scan, *, backward: bool = False) -> Operands:
     )
     placed_v = v.transpose(1, 2) if camera else scan.v
     placed_q = q.transpose(1, 2) if camera or backward else scan.q
-    return Operands(k, plain, placed_v, placed_q, plain_q, q_rms, growth)
+    return Operands(k, plain, placed_v, placed_q, rms, growth, before)

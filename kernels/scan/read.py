@@ -9,12 +9,11 @@ from longtake.kernels.scan.inputs import NORMS, Scan
 from longtake.kernels.scan.prepare import Operands
 from longtake.kernels.scan.remember import Snapshots
 from longtake.kernels.scan.tokens import (
-    FULL_NORM,
-    HEAD_NORM,
     ROTARY,
     load_matrices,
     load_turn,
     map_quads,
+    norm_factor,
 )
 from longtake.kernels.triton_tiles import (
     TRITON_TYPES,
@@ -60,20 +59,6 @@ def _load_tile(
     """A head of some tokens, [R,SIDE]; stride in units of 8 elements."""
     col = tl.arange(0, SIDE)
     return tl.load(x + (row * stride)[:, None] * 8 + col[None, :], inside[:, None] & (col < D)[None, :], 0.0)
-
-
-@triton.jit
-def _norm_factor(
-    x: tl.tensor, rms: tl.tensor, row: tl.tensor, inside: tl.tensor, eps: tl.tensor, NORM: tl.constexpr,
-    D: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """What the norm multiplies some tokens by, [R]; it commutes with all that follows."""
-    factor = tl.full((x.shape[0],), 1.0, tl.float32)
-    if NORM == HEAD_NORM:
-        factor = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(x * x, axis=1) / D + eps))
-    elif NORM == FULL_NORM:
-        factor = tl.load(rms + row, inside, 0.0)
-    return factor
 
 
 @triton.jit
@@ -187,7 +172,7 @@ def _read_kernel(
             x = as_operand(x, OPERAND, PRECISION)
         else:
             x = x.to(tl.float32)
-            factor = _norm_factor(x, rms, row, inside, norm_eps, NORM, D)
+            factor = norm_factor(x, rms, row, inside, norm_eps, NORM, D)
             if WEIGHTED:
                 x *= w
             if RELU:
@@ -250,7 +235,7 @@ def read(
     parts = triton.cdiv(tokens, how.rows * tiles)
     _read_kernel[(scan.memories * scan.frames * parts,)](
         q,
-        stand_in if operands.q_rms is None else operands.q_rms,
+        stand_in if operands.rms is None else operands.rms[0],
         stand_in if weight is None else weight,
         positions.matrices[0] if positions and positions.matrices else stand_in,
         cos,

@@ -202,7 +202,8 @@ def remember(
     kv_in, z_in = state or (records.updates, None)
     kv_out, z_out = final or (records.updates, None)
     _remember_kernel[(scan.memories, triton.cdiv(dim, columns) + scan.normaliser, scan.directions)](
-        *records,
+        records.transitions,
+        records.updates,
         scan.decay,
         scan.decay if starts is None else starts,
         scan.decay if slots is None else slots,

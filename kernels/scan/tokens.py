@@ -83,21 +83,67 @@ def load_matrices(matrix: tl.tensor, token: tl.tensor, inside: tl.tensor, TRANSP
 
 
 @triton.jit
-def unplace(
-    x: tl.tensor, matrix: tl.tensor, cos: tl.tensor, sin: tl.tensor, row: tl.tensor, tokens: tl.tensor,
-    first: tl.tensor, D: tl.constexpr, POSITIONS: tl.constexpr, TRANSPOSED: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Gradients [R,C] of entries from `first` on of placed tokens → those of the tokens.
+def _map_row(x: tl.tuple, row: tl.tensor, inside: tl.tensor, STEP: tl.constexpr) -> tl.tensor:
+    m = _load_rows(row, inside, STEP)
+    return m[0] * x[0] + m[1] * x[1] + m[2] * x[2] + m[3] * x[3]
 
-    TRANSPOSED: the columns of their matrices are those that map back.
+
+@triton.jit
+def map_tokens(
+    x: tl.tensor, matrix: tl.tensor, token: tl.tensor, inside: tl.tensor, TRANSPOSED: tl.constexpr
+) -> tl.tensor:
+    """`map_quads` with the matrices of some tokens, of which one row after the other takes registers."""
+    row: tl.constexpr = 1 if TRANSPOSED else 4
+    col: tl.constexpr = 4 if TRANSPOSED else 1
+    evens, odds = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 4, 2, 2)))
+    x0, x2 = tl.split(evens)
+    x1, x3 = tl.split(odds)
+    quad, first = (x0, x1, x2, x3), matrix + token * 16
+    y0, y1 = _map_row(quad, first, inside, col), _map_row(quad, first + row, inside, col)
+    y2, y3 = _map_row(quad, first + 2 * row, inside, col), _map_row(quad, first + 3 * row, inside, col)
+    return tl.reshape(tl.join(tl.join(y0, y2), tl.join(y1, y3)), x.shape)
+
+
+@triton.jit
+def norm_factor(
+    x: tl.tensor, rms: tl.tensor, row: tl.tensor, inside: tl.tensor, eps: tl.tensor, NORM: tl.constexpr,
+    D: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """What the norm multiplies some tokens x by, [R]; it commutes with all that follows. Finite beyond the last one."""
+    factor = tl.full((x.shape[0],), 1.0, tl.float32)
+    if NORM == HEAD_NORM:
+        factor = tl.div_rn(1.0, tl.sqrt_rn(tl.where(inside, tl.sum(x * x, axis=1) / D + eps, 1.0)))
+    elif NORM == FULL_NORM:
+        factor = tl.load(rms + row, inside, 0.0)
+    return factor
+
+
+@triton.jit
+def load_turns(
+    cos: tl.tensor, sin: tl.tensor, row: tl.tensor, tokens: tl.tensor, first: tl.tensor, WIDTH: tl.constexpr,
+    D: tl.constexpr, POSITIONS: tl.constexpr,
+) -> tl.tuple:  # fmt: skip
+    """Cosines and sines of the pairs of WIDTH entries of some tokens from `first` on, [R,WIDTH/2] each."""
+    PAIRS: tl.constexpr = D // 2 if POSITIONS == ROTARY else D // 4
+    pair = first // 2 + tl.arange(0, WIDTH // 2) - (D // 2 - PAIRS)
+    at = (row * PAIRS)[:, None] + pair[None, :]
+    within = (row < tokens)[:, None] & ((pair >= 0) & (pair < PAIRS) & (POSITIONS != 0))[None, :]
+    return tl.load(cos + at, within, 1.0), tl.load(sin + at, within, 0.0)
+
+
+@triton.jit
+def place(
+    x: tl.tensor, turns: tl.tuple, matrix: tl.tensor, row: tl.tensor, tokens: tl.tensor, first: tl.tensor,
+    D: tl.constexpr, POSITIONS: tl.constexpr, TRANSPOSED: tl.constexpr, TURN: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Entries [R,C] of some tokens from `first` on, with their position.
+
+    TRANSPOSED: columns of the matrices for their rows. TURN: 1, or −1 to turn back. Both changed, gradients of placed
+    tokens become those of the tokens.
     """
     if POSITIONS != 0:
-        PAIRS: tl.constexpr = D // 2 if POSITIONS == ROTARY else D // 4
-        pair = first // 2 + tl.arange(0, x.shape[1] // 2) - (D // 2 - PAIRS)
-        place = (row * PAIRS)[:, None] + pair[None, :]
-        within = (row < tokens)[:, None] & ((pair >= 0) & (pair < PAIRS))[None, :]
-        x = rotate_pairs(x, tl.load(cos + place, within, 1.0), -tl.load(sin + place, within, 0.0))
+        x = rotate_pairs(x, turns[0], TURN * turns[1])
         if POSITIONS == CAMERA:
-            mapped = map_quads(x, load_matrices(matrix, row, row < tokens, TRANSPOSED))
+            mapped = map_tokens(x, matrix, row, row < tokens, TRANSPOSED)
             x = tl.where((first + tl.arange(0, x.shape[1]) < D // 2)[None, :], mapped, x)
     return x

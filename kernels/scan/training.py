@@ -63,19 +63,24 @@ class Trained(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What a backward pass is given beside the arguments; gradients are None where nothing came."""
+    """What a backward pass is given beside the arguments; gradients are None where nothing came, the others empty."""
 
     transitions: Tensor
     snapshots: Tensor
     z_snapshots: Tensor
+    q_rms: Tensor
+    k_rms: Tensor
+    growth: Tensor
+    updates: Tensor
+    read_denominator: Tensor
     numerator: Tensor | None
     denominator: Tensor | None
     final_kv: Tensor | None
     final_z: Tensor | None
 
 
-DIFFERENTIABLE = 9
-"""How many of the first arguments have a gradient."""
+DIFFERENTIABLE, RESULTS = 9, 11
+"""How many of the first arguments have a gradient; what the operator returns: four results, and what is saved."""
 
 
 def _scan(x: Trained) -> Scan:
@@ -104,7 +109,8 @@ def _run(*arguments: Any) -> tuple[Tensor, ...]:  # noqa: ANN401
     with on_device_of(x.q):
         found, saved = run(_scan(x), States(_memory(x.kv, x.z), starts=x.starts), Finish(x.dtype))
     made = found.state or (None, None)
-    results = (found.out, found.denominator, *made, saved.transitions, *saved.snapshots)
+    kept = (saved.transitions, *saved.snapshots, *(saved.rms or (None, None)), saved.growth, saved.updates)
+    results = (found.out, found.denominator, *made, *kept)
     return tuple(or_nothing(y, found.out) for y in results)
 
 
@@ -122,9 +128,12 @@ def _fake(*arguments: Any) -> tuple[Tensor, ...]:  # noqa: ANN401
         (scan.memories * scan.frames, kinds, dim, dim),
         (*reads, dim),
         reads if x.normaliser else (0,),
+        *((batch, count) if x.norm == "full" else (0,) for _ in range(2)),
+        x.decay.shape if x.discount else (0,),
+        (scan.memories * scan.frames, dim + x.normaliser, dim) if x.discount else (0,),
     )
     config = scan.configuration
-    dtypes = [x.dtype] + [torch.float32] * 3 + [config.operand, torch.float32, torch.float32]
+    dtypes = [x.dtype] + [torch.float32] * 3 + [config.operand] + [torch.float32] * 6
     if config.bf16_snapshots:
         dtypes[5] = torch.bfloat16
     return tuple(x.q.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
@@ -149,7 +158,10 @@ def _upstream(x: Trained, kept: Kept) -> Upstream:
 def _kernel_gradients(x: Trained, kept: Kept) -> tuple[Tensor | None, ...]:
     """Of the differentiable arguments, by the kernels."""
     snapshots = Snapshots(kept.snapshots, kept.z_snapshots if x.normaliser else None)
-    saved, state = Saved(kept.transitions, snapshots), _memory(x.kv, x.z)
+    rms = (kept.q_rms, kept.k_rms) if x.norm == "full" else None
+    growth, updates = (kept.growth, kept.updates) if x.discount else (None, None)
+    denominator = kept.read_denominator if x.normaliser else None
+    saved, state = Saved(kept.transitions, snapshots, rms, denominator, growth, updates), _memory(x.kv, x.z)
     with on_device_of(x.q):
         found = scan_gradients(ready(_scan(x)), saved, _upstream(x, kept), state=state, starts=x.starts)
     states = (None, None) if x.kv is None or found.state is None else found.state
@@ -168,7 +180,7 @@ def _fake_backward(*arguments: Any) -> tuple[Tensor, ...]:  # noqa: ANN401
 
 
 _scan_with_gradient = torch.library.custom_op(
-    "longtake::scan_with_gradient", _run, schema=schema([Trained], (), len(Kept._fields)), mutates_args=()
+    "longtake::scan_with_gradient", _run, schema=schema([Trained], (), RESULTS), mutates_args=()
 )
 _scan_backward = torch.library.custom_op(
     "longtake::scan_backward", _run_backward, schema=schema([Trained, Kept], (), DIFFERENTIABLE), mutates_args=()
@@ -178,11 +190,11 @@ _scan_backward.register_fake(_fake_backward)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:  # noqa: ANN401
-    x, saved = Trained(*inputs), output[4:]
+    x, saved = Trained(*inputs), (*output[4:], output[1])
     tensors = [y for y in x if isinstance(y, Tensor)]
     ctx.save_for_backward(*tensors, *saved)
     ctx.others = [None if isinstance(y, Tensor) else (y,) for y in x]
-    ctx.mark_non_differentiable(*saved)
+    ctx.mark_non_differentiable(*output[4:])
     ctx.set_materialize_grads(False)
 
 
@@ -221,8 +233,8 @@ def scan_with_gradient(
     tables = positions.tables if positions else (None, None)
     norm = (activation.norm, activation.eps, activation.relu, activation.k_scale)
     how = (scan.normaliser, scan.discount, scan.direction, scan.precision, rounded, backward)
-    out, denominator, *last, _, _, _ = _scan_with_gradient(
+    out, denominator, last_kv, last_z, *_ = _scan_with_gradient(
         *scan[:5], *weights, kv, z, *tables, *matrices, starts, *norm, *how
     )
-    memory = Memory(last[0], last[1] if scan.normaliser else None)
+    memory = Memory(last_kv, last_z if scan.normaliser else None)
     return Results(out, denominator if scan.normaliser else None, None if scan.direction == "reverse" else memory)

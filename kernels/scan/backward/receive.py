@@ -7,32 +7,48 @@ from torch import Tensor
 
 from longtake.kernels.fitting import Fitted
 from longtake.kernels.scan.absorb import load_rows, load_tokens
+from longtake.kernels.scan.backward.tokens import load_activated, load_weight, named_strides, raw_arguments
 from longtake.kernels.scan.inputs import Scan
 from longtake.kernels.scan.prepare import Operands
-from longtake.kernels.triton_tiles import as_operand, octet_strides, padded, store_square
+from longtake.kernels.triton_tiles import as_operand, padded, store_square
 
 SUMMED_ROWS = tl.constexpr(16)
 """Of queries that are summed one by one: a thread's own rows are added before they take registers."""
 
 
-@triton.jit(do_not_specialize=["heads", "frames", "tokens", "g_batch", "g_token", "g_head"])
+@triton.jit(
+    do_not_specialize=[
+        "heads", "frames", "tokens", "x_batch", "x_token", "x_head", "g_batch", "g_token", "g_head", "norm_eps",
+        "scale",
+    ]
+)  # fmt: skip
 def _receive_kernel(
     q: tl.tensor,
-    plain_q: tl.tensor,
+    x: tl.tensor,
+    rms: tl.tensor,
+    weight: tl.tensor,
     grad: tl.tensor,
     denominator_grad: tl.tensor,
     received: tl.tensor,
     heads: int,
     frames: int,
     tokens: int,
+    x_batch: int,
+    x_token: int,
+    x_head: int,
     g_batch: int,
     g_token: int,
     g_head: int,
+    norm_eps: float,
+    scale: float,
     D: tl.constexpr,
     SIDE: tl.constexpr,
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
     STAGES: tl.constexpr,
+    NORM: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    RELU: tl.constexpr,
     NORMALISER: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
@@ -52,11 +68,14 @@ def _receive_kernel(
             total = tl.dot(tl.trans(back), query, total, input_precision=PRECISION)
         store_square(received, total, D)
     else:
+        rms += (batch * frames + place) * tokens
+        x += (batch * x_batch + head * x_head + place * tokens * x_token) * 8
         denominator_grad += (batch * frames + place) * tokens * heads + head
+        w = load_weight(weight, head, D, SIDE, WEIGHTED)
         sums = tl.zeros((SUMMED_ROWS, SIDE), tl.float32)
         for tile in tl.range(0, TILES, num_stages=STAGES):
             row = tile * ROWS + tl.arange(0, ROWS)
-            query = load_rows(plain_q + first, row, tokens, D, SIDE).to(tl.float32)
+            query = load_activated(x, rms, w, row, tokens, x_token, norm_eps, scale, D, SIDE, NORM, RELU)
             query *= tl.load(denominator_grad + row * heads, row < tokens, 0.0)[:, None]
             sums += tl.sum(tl.reshape(query, (ROWS // SUMMED_ROWS, SUMMED_ROWS, SIDE)), axis=0)
         entry = tl.arange(0, SIDE)
@@ -72,15 +91,15 @@ def receive(scan: Scan, operands: Operands, grad: Tensor, denominator_grad: Tens
     count = scan.memories * scan.frames
     received = scan.q.new_empty((count, dim + scan.normaliser, dim), dtype=torch.float32)
     Fitted(_receive_kernel, grad.device)[(count, 1 + scan.normaliser)](
-        operands.q,
-        operands.plain_q,
-        grad,
-        scan.decay if denominator_grad is None else denominator_grad,
-        received,
-        scan.decay.shape[1],
-        scan.frames,
-        scan.tokens,
-        *octet_strides(grad),
+        q=operands.q,
+        grad=grad,
+        denominator_grad=scan.decay if denominator_grad is None else denominator_grad,
+        received=received,
+        heads=scan.decay.shape[1],
+        frames=scan.frames,
+        tokens=scan.tokens,
+        **raw_arguments(scan, 0, operands.rms),
+        **named_strides("g", grad),
         D=dim,
         SIDE=padded(dim),
         ROWS=config.absorb_rows,
