@@ -1,8 +1,8 @@
 """First step of a scan: every token's k as an operand of the products that follow, all heads of a token at once.
 
 k gets its norm, ReLU, scale, position and √β, so that P = Kᵀ·diag(β)·K stays symmetric when its operands are rounded.
-q and v are prepared where the camera maps them. Operands lie head by head, [B,H,N,D]. A backward pass wants q,
-too, and k without √β.
+q and v are prepared where the camera maps them. Operands lie head by head, [B,H,N,D]. A backward pass wants q, too, and
+k without √β.
 """
 
 from typing import NamedTuple
