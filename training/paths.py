@@ -15,7 +15,8 @@ from torch import Tensor
 
 from longtake.api_schemas.camera import Controls
 from longtake.server.camera.actions import Controller, parse_actions, walk
-from longtake.training.scenes import COLUMNS, SLOTS, SPHERES, Draws, Scenes, consecutive
+from longtake.training.draws import Draws, consecutive
+from longtake.training.scenes import COLUMNS, SLOTS, SPHERES, Scenes
 
 _CHUNK = 24
 _FASTEST_TURN = math.radians(3.5)
