@@ -6,7 +6,7 @@ import torch
 from kernel_checks import BF16, DEVICE, FP32, Shape
 from scan_modes import SCANS, draw
 
-from longtake.kernels import gdn_scan, ttt_linear
+from longtake.kernels import Precision, gdn_scan, ttt_linear
 
 SMALL, TINY = Shape(1, 3, 7, 2, 16), Shape(1, 2, 2, 1, 16)
 TURNED = {"gdn": "both full weights turned state", "branch": "both weights state chunks"}
@@ -89,3 +89,45 @@ def test_a_norm_without_eps_has_gradients_of_its_weights() -> None:
     truth, ours = gradients.true("gdn", x), gradients.run("gdn", x, "ieee")
     for key in ("q_weight", "k_weight", "q", "k"):
         torch.testing.assert_close(ours[key].double(), truth[key], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [(BF16, "bf16"), (FP32, "bf16"), (FP32, "tf32")])
+def test_small_keys_of_a_camera_at_rest_have_exact_gradients(dtype: torch.dtype, precision: Precision) -> None:
+    """The growth's gradient is a difference of two equals, each as large as the key is small."""
+    shape = Shape(1, 2, 8, 1, 16)
+    x = draw("branch", shape, dtype, "forward full unturned")
+    rest = torch.eye(4, device=DEVICE).expand(1, 16, 4, 4).contiguous()
+    x["k"][:, 3::8] = -x["k"][:, 3::8].abs()
+    x["k"][:, 3::8, :, 0] = 1e-3
+    x |= {"projection": rest, "projection_inverse": rest.clone()}
+    truth = gradients.true("branch", x)["k"]
+    ours, eager = gradients.run("branch", x, precision)["k"], gradients.eager("branch", x, precision)["k"]
+    assert float((ours - truth).norm()) <= 2 * float((eager - truth).norm())
+
+
+@pytest.mark.parametrize("length", [1.967739990504924e-6, 1.4110012216406176e-6])
+def test_a_norm_below_its_floor_does_not_grow(length: float) -> None:
+    """Keys longer than the floor that their position makes shorter; floor/norm²·norm² rounds to more than the floor."""
+    shrunk = torch.eye(4, device=DEVICE).repeat(1, 4, 1, 1)
+    shrunk[:, 0::2] *= 0.5
+    shrunk[:, 1::2] *= 2
+    x = draw("branch", Shape(1, 2, 2, 1, 8), FP32, "both state unturned bare") | {"k_scale": 1.0}
+    x |= {"projection": torch.linalg.inv(shrunk).contiguous(), "projection_inverse": shrunk}
+    x["k"] = torch.zeros(1, 4, 1, 8, device=DEVICE)
+    x["k"][:, 1::2] = 1
+    x["k"][:, 0::2, 0, 0] = length
+    truth, ours = gradients.true("branch", x)["k"], gradients.run("branch", x, "ieee")["k"]
+    torch.testing.assert_close(ours.double(), truth, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["k", "v", "beta"])
+def test_what_no_frame_absorbs_reaches_no_other_frame(name: str) -> None:
+    x = draw("gdn", TINY, FP32, "reverse turned")
+    frames = []
+    for value in (1.0, float("nan")):
+        given = gradients.leaves(x | {name: x[name].clone()})
+        first = given[name].data[:, :2] if name in "kv" else given[name].data[:, :, 0]
+        first[..., :1] = value
+        gdn_scan(**given, backend="triton", precision="ieee").out.square().sum().backward()
+        frames.append([given["k"].grad[:, 2:], given["v"].grad[:, 2:], given["beta"].grad[:, :, 1:]])
+    assert all(torch.equal(one, other) for one, other in zip(*frames, strict=True))

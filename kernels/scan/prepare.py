@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longtake.kernels.scan.heads import (
+    NORM_FLOOR,
     activate_heads,
     growth_of,
     inverse_rms,
@@ -22,8 +23,23 @@ from longtake.kernels.scan.heads import (
     store_heads,
 )
 from longtake.kernels.scan.inputs import NORMS, Scan
-from longtake.kernels.scan.tokens import CAMERA, FULL_NORM, ROTARY
+from longtake.kernels.scan.tokens import CAMERA, FULL_NORM, ROTARY, map_quads, transposed
 from longtake.kernels.triton_tiles import octet_strides, padded, square_root
+
+
+@triton.jit
+def _growth_slope(x: tl.tensor, y: tl.tensor, position: tl.tuple, before: tl.tensor, after: tl.tensor) -> tl.tuple:
+    """Gradient of the growth ‖y‖²/‖x‖² of some heads x, y = M·x, which is 2·(Mᵀ·y − growth·x)/‖x‖², and x times it.
+
+    Both squared norms, `before` and `after`, are at least NORM_FLOOR. Where M only turns, the two terms cancel: they
+    are subtracted before anything is rounded.
+    """
+    least = tl.maximum(before, NORM_FLOOR)
+    growth = tl.div_rn(tl.maximum(after, NORM_FLOOR), least)
+    rise = tl.where(after > NORM_FLOOR, tl.div_rn(2.0, least), 0.0)
+    fall = tl.where(before > NORM_FLOOR, tl.div_rn(2.0, least) * growth, 0.0)
+    slope = rise[:, None] * map_quads(y, transposed(position)) - fall[:, None] * x
+    return slope, rise * after - fall * before
 
 
 @triton.jit(
@@ -52,7 +68,7 @@ def _prepare_kernel(
     plain_out: tl.tensor,
     v_out: tl.tensor,
     growth: tl.tensor,
-    before_out: tl.tensor,
+    slope_out: tl.tensor,
     heads: int,
     frames: int,
     tokens: int,
@@ -102,7 +118,7 @@ def _prepare_kernel(
     v += (batch * v_batch + place * v_token) * 8
     beta += (batch * heads * frames + place // tokens) * beta_frame + place % tokens * beta_token
     growth += batch * heads * all_tokens + place
-    before_out += batch * heads * all_tokens + place
+    slope_out += token * heads * D
     if POSITIONS == CAMERA or BACKWARD or (NORM == FULL_NORM and not GIVEN):
         inverse = inverse_rms(q, q_rms + token, q_head, heads, eps, NORM, GIVEN, D, SIDE, HEADS, GROUPS)
         if NORM == FULL_NORM and not GIVEN:
@@ -129,10 +145,13 @@ def _prepare_kernel(
         x = activate_heads(x, k_weight, inverse, head, heads, eps, lift, NORM, K_WEIGHTED, RELU, D, SIDE)
         y = place_heads(x, position, POSITIONS)
         if DISCOUNT:
-            before, _, ratio = growth_of(x, y, k_out.dtype.element_ty)
-            tl.store(growth + head * all_tokens, ratio, head < heads)
+            before, after, ratio = growth_of(x, y, k_out.dtype.element_ty)
             if BACKWARD:
-                tl.store(before_out + head * all_tokens, before, head < heads)
+                slope, along = _growth_slope(x, y, position, before, after)
+                store_heads(slope_out, slope, head, heads, D, D, "ieee")
+                tl.store(growth + head * all_tokens, along, head < heads)
+            else:
+                tl.store(growth + head * all_tokens, ratio, head < heads)
             y *= root
         store_heads(k_out + out, y, head, heads, size, D, PRECISION)
         if NORMALISER and POSITIONS != 0 and not BACKWARD:
@@ -147,8 +166,8 @@ class Operands(NamedTuple):
 
     `v` and `q` [B,N,H,D] are with their positions for the camera, else as they were given. `rms` [B,N] is the inverse
     RMS of q and of k with the full norm; `growth` [B,H,N] is ‖k after‖²/‖k before‖² of its position where it is wanted.
-    For a backward pass k is without √β, q always with its position, there is no `plain`, and `before` [B,H,N] goes with
-    `growth`.
+    For a backward pass k is without √β, q always with its position, and there is no `plain`; `slope` [B,N,H,D] is the
+    gradient of the growth by each k, in the dtype of operands where k is, else in fp32, and `growth` is k times it.
     """
 
     k: Tensor
@@ -157,7 +176,7 @@ class Operands(NamedTuple):
     q: Tensor
     rms: tuple[Tensor, Tensor] | None
     growth: Tensor | None
-    before: Tensor | None
+    slope: Tensor | None
 
 
 def prepare(scan: Scan, *, backward: bool = False) -> Operands:
@@ -174,7 +193,8 @@ def prepare(scan: Scan, *, backward: bool = False) -> Operands:
     v = empty() if camera else k
     q = empty() if camera or backward else k
     growth = scan.q.new_empty((batch, heads, count), dtype=torch.float32) if scan.discount else None
-    before = torch.empty_like(growth) if backward and growth is not None else None
+    wide = config.operand if scan.k.dtype == config.operand else torch.float32
+    slope = torch.empty(scan.k.shape, dtype=wide, device=scan.k.device) if backward and scan.discount else None
     given = rms = activation.rms
     if activation.norm == "full" and given is None:
         q_rms = scan.q.new_empty((batch, count), dtype=torch.float32)
@@ -199,7 +219,7 @@ def prepare(scan: Scan, *, backward: bool = False) -> Operands:
         plain,
         v,
         stand_in if growth is None else growth,
-        stand_in if before is None else before,
+        stand_in if slope is None else slope,
         heads,
         scan.frames,
         scan.tokens,
@@ -228,4 +248,4 @@ def prepare(scan: Scan, *, backward: bool = False) -> Operands:
     )
     placed_v = v.transpose(1, 2) if camera else scan.v
     placed_q = q.transpose(1, 2) if camera or backward else scan.q
-    return Operands(k, plain, placed_v, placed_q, rms, growth, before)
+    return Operands(k, plain, placed_v, placed_q, rms, growth, slope)

@@ -59,6 +59,17 @@ def map_quads(x: tl.tensor, m: tl.tuple) -> tl.tensor:
 
 
 @triton.jit
+def transposed(m: tl.tuple) -> tl.tuple:
+    """The columns of a 4×4 matrix, from its rows."""
+    return (
+        (m[0][0], m[1][0], m[2][0], m[3][0]),
+        (m[0][1], m[1][1], m[2][1], m[3][1]),
+        (m[0][2], m[1][2], m[2][2], m[3][2]),
+        (m[0][3], m[1][3], m[2][3], m[3][3]),
+    )
+
+
+@triton.jit
 def _load_rows(row: tl.tensor, inside: tl.tensor, STEP: tl.constexpr) -> tl.tuple:
     return (
         tl.load(row, inside, 0.0)[:, None],

@@ -13,7 +13,6 @@ from torch import Tensor
 from longtake.kernels.fitting import Fitted
 from longtake.kernels.scan.backward.tokens import (
     Activated,
-    growth_slopes,
     load_weight,
     raw_arguments,
     row_sums,
@@ -27,6 +26,33 @@ BLOCK_TOKENS, TILE_TOKENS, WARPS = 128, 8, 2
 """Tokens whose share of a weight's gradient one program sums, how many at once, and its warps."""
 
 
+@triton.jit(do_not_specialize=["heads", "all_tokens"])
+def _mean_kernel(
+    along: tl.tensor,
+    out: tl.tensor,
+    heads: int,
+    all_tokens: int,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALL: tl.constexpr,
+) -> None:
+    """Of ROWS tokens, over all entries of their heads, at most ALL; in an order that no other token changes."""
+    token, head = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, ALL)
+    at = token.to(tl.int64)[:, None] * heads + head[None, :]
+    found = tl.load(along + at, (token < all_tokens)[:, None] & (head < heads)[None, :], 0.0)
+    tl.store(out + token, tl.div_rn(tl.sum(found, axis=1), heads * D * 1.0), token < all_tokens)
+
+
+def _mean(along: Tensor, dim: int) -> Tensor:
+    """Sums over D [B,N,H] → means over all heads [B,N]."""
+    heads = along.shape[-1]
+    out = along.new_empty(along.shape[:-1])
+    sizes = {"D": dim, "ROWS": TILE_TOKENS * WARPS, "ALL": triton.next_power_of_2(heads)}
+    grid = (triton.cdiv(out.numel(), sizes["ROWS"]),)
+    Fitted(_mean_kernel, along.device)[grid](along, out, heads, out.numel(), **sizes, num_warps=WARPS)
+    return out
+
+
 @triton.jit(
     do_not_specialize=["heads", "frames", "tokens", "all_tokens", "x_batch", "x_token", "x_head", "norm_eps", "scale"]
 )
@@ -36,8 +62,7 @@ def _activation_kernel(
     weight: tl.tensor,
     grad: tl.tensor,
     along: tl.tensor,
-    before: tl.tensor,
-    growth: tl.tensor,
+    slope: tl.tensor,
     growth_grad: tl.tensor,
     out: tl.tensor,
     shares: tl.tensor,
@@ -67,19 +92,16 @@ def _activation_kernel(
     for tile in range(BLOCK // TILE):
         token = block * BLOCK + tile * TILE + tl.arange(0, TILE)
         inside = token < all_tokens
-        batch, place = (token // tokens).to(tl.int64), token % tokens
+        batch, place = token // tokens, token % tokens
         valid = inside[:, None] & (col < D)[None, :]
-        raw = x + ((batch * x_batch + place.to(tl.int64) * x_token + head * x_head) * 8)[:, None] + col[None, :]
-        raw = tl.load(raw, valid, 0.0).to(tl.float32)
+        raw = batch.to(tl.int64) * x_batch + place.to(tl.int64) * x_token + head * x_head
+        raw = tl.load(x + (raw * 8)[:, None] + col[None, :], valid, 0.0).to(tl.float32)
         at = ((token.to(tl.int64) * heads + head) * D)[:, None] + col[None, :]
         back = tl.load(grad + at, valid, 0.0).to(tl.float32)
         inverse = norm_factor(raw, rms, token, inside, norm_eps, NORM, D)
         if GROWTH:
-            key = (batch * heads + head) * tokens + place
             frame = (batch * heads + head) * frames + place // (tokens // frames)
-            norm, ratio = tl.load(before + key, inside, 1.0), tl.load(growth + key, inside, 1.0)
-            _, fall = growth_slopes(norm, ratio, tl.load(growth_grad + frame, inside, 0.0))
-            back -= (fall * inverse * scale)[:, None] * raw * w  # where ReLU lets it pass
+            back += tl.load(growth_grad + frame, inside, 0.0)[:, None] * tl.load(slope + at, valid, 0.0).to(tl.float32)
         back *= scale
         if RELU:
             back = tl.where(raw * w > 0, back, 0.0)
@@ -108,12 +130,10 @@ def raw_gradients(
     blocks = triton.cdiv(batch * tokens, BLOCK_TOKENS)
     out = found.grad if found.grad.dtype == x.dtype else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     shares = stand_in.new_empty((blocks, heads * dim), dtype=torch.float32)
-    growth = (stand_in, stand_in) if growth_grad is None else (operands.before, operands.growth)
     Fitted(_activation_kernel, x.device)[blocks, heads](
         grad=found.grad,
-        along=stand_in if found.along is None else found.along.sum(-1) / (heads * dim),
-        before=growth[0],
-        growth=growth[1],
+        along=stand_in if found.along is None else _mean(found.along, dim),
+        slope=stand_in if growth_grad is None else operands.slope,
         growth_grad=stand_in if growth_grad is None else growth_grad,
         out=out,
         shares=shares,

@@ -13,7 +13,6 @@ from longtake.kernels.scan.backward.combine import Combined
 from longtake.kernels.scan.backward.recall import Recalled
 from longtake.kernels.scan.backward.tokens import (
     Activated,
-    growth_slopes,
     launch_options,
     load_activated,
     load_columns,
@@ -26,7 +25,6 @@ from longtake.kernels.scan.backward.tokens import (
     token_arguments,
     unwritten,
 )
-from longtake.kernels.scan.heads import NORM_FLOOR
 from longtake.kernels.scan.inputs import Scan
 from longtake.kernels.scan.launch import Saved
 from longtake.kernels.scan.prepare import Operands
@@ -69,7 +67,6 @@ def _keys_kernel(
     beta: tl.tensor,
     decay: tl.tensor,
     growth: tl.tensor,
-    before: tl.tensor,
     mean_growth: tl.tensor,
     growth_grad: tl.tensor,
     matrix: tl.tensor,
@@ -158,11 +155,7 @@ def _keys_kernel(
     back = strength[:, None] * (brought - erased)
     share, along = gain - 0.5 * loss, strength * (gain - loss)
     if DISCOUNT:
-        norm = tl.load(before + frame * tokens + row, row < tokens, 1.0)
-        ratio = tl.load(growth + frame * tokens + row, row < tokens, 1.0)
-        rise, fall = growth_slopes(norm, ratio, tl.load(growth_grad + frame))
-        back += rise[:, None] * key
-        along += rise * ratio * tl.maximum(norm, NORM_FLOOR) - fall * norm
+        along += tl.load(growth_grad + frame) * tl.load(growth + frame * tokens + row, row < tokens, 0.0)
     turns = load_turns(cos + table, sin + table, row, tokens, 0, SIDE, D, POSITIONS)
     back = place(back, turns, matrix, row, tokens, 0, D, POSITIONS, True, -1.0)
     if NORMALISER:
@@ -188,7 +181,7 @@ def _keys_kernel(
 class KeyGradients(NamedTuple):
     """Gradients of keys, of v [B,N,H,D] in its dtype and of β [B,H,F,S] fp32.
 
-    With a discount, those of keys are without what their norm in their growth takes off.
+    With a discount, those of keys are without what comes through the growth, `along` is with it.
     """
 
     k: Activated
@@ -213,7 +206,6 @@ def key_gradients(
         beta=scan.beta,
         decay=scan.decay,
         growth=stand_in if operands.growth is None else operands.growth,
-        before=stand_in if operands.before is None else operands.before,
         mean_growth=stand_in if saved.growth is None else saved.growth,
         growth_grad=stand_in if combined.growth is None else combined.growth,
         by_value=combined.by_value,

@@ -46,7 +46,7 @@ def _recall_values(
     for _ in tl.range(0, FRAMES if INTERPRETED else frames, num_stages=STAGES):
         transition = load_transition(transitions + frame * P_STRIDE, D, SIDE)
         back = tl.load(received + frame * B_STRIDE + slab, valid, 0.0)
-        fresh = reverse & (start == frame)
+        fresh = reverse & ((start == frame) | (frame == 0))
         chunk += fresh.to(tl.int32)
         start = _first_of_chunk(starts, chunk, chunks)
         grad = tl.where(fresh, 0.0, grad) + tl.where(reverse, 0.0, back)
@@ -77,7 +77,7 @@ def _recall_normaliser(
         held = frame - before
         memory = tl.load(snapshots + held * D + key, (key < D) & (held >= 0), 0.0)
         memory += tl.load(state + key, (key < D) & seeded & (held < 0), 0.0)
-        fresh = reverse & (start == frame)
+        fresh = reverse & ((start == frame) | (frame == 0))
         chunk += fresh.to(tl.int32)
         start = _first_of_chunk(starts, chunk, chunks)
         grad = tl.where(fresh, 0.0, grad) + tl.where(reverse, 0.0, back)

@@ -8,7 +8,6 @@ import triton.language as tl
 from torch import Tensor
 
 from longtake.kernels.scan.configurations import Reading
-from longtake.kernels.scan.heads import NORM_FLOOR
 from longtake.kernels.scan.inputs import NORMS, Scan, Which
 from longtake.kernels.scan.tokens import norm_factor
 from longtake.kernels.triton_tiles import INTERPRETED, TRITON_TYPES, octet_strides, padded, round_to
@@ -74,17 +73,6 @@ def load_activated(
     if RELU:
         raw = tl.maximum(raw, 0.0, propagate_nan=tl.PropagateNan.ALL)
     return raw * factor[:, None]
-
-
-@triton.jit
-def growth_slopes(before: tl.tensor, growth: tl.tensor, grad: tl.tensor) -> tl.tuple:
-    """What the gradient of the growth ‖M·k‖²/‖k‖² multiplies M·k and k by in that of k: 2·(Mᵀ·M·k − growth·k)/‖k‖².
-
-    `before`: ‖k‖². Both norms are at least NORM_FLOOR.
-    """
-    least = tl.maximum(before, NORM_FLOOR)
-    slope = tl.div_rn(2 * grad, least)
-    return tl.where(growth * least > NORM_FLOOR, slope, 0.0), tl.where(before > NORM_FLOOR, slope * growth, 0.0)
 
 
 def token_arguments(scan: Scan, which: Which) -> dict[str, Any]:
