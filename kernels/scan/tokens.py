@@ -46,16 +46,31 @@ def load_matrix(matrix: tl.tensor, TRANSPOSED: tl.constexpr) -> tl.tuple:
 
 
 @triton.jit
-def map_quads(x: tl.tensor, m: tl.tuple) -> tl.tensor:
-    """Every group of four of x [R,W] ← matrix·group; the entries of its rows m are shaped to fit [R,W/4]."""
+def _split_quads(x: tl.tensor) -> tl.tuple:
+    """First, second, third and fourth entries of every group of four of x [R,W], [R,W/4] each."""
     evens, odds = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 4, 2, 2)))
     x0, x2 = tl.split(evens)
     x1, x3 = tl.split(odds)
-    y0 = m[0][0] * x0 + m[0][1] * x1 + m[0][2] * x2 + m[0][3] * x3
-    y1 = m[1][0] * x0 + m[1][1] * x1 + m[1][2] * x2 + m[1][3] * x3
-    y2 = m[2][0] * x0 + m[2][1] * x1 + m[2][2] * x2 + m[2][3] * x3
-    y3 = m[3][0] * x0 + m[3][1] * x1 + m[3][2] * x2 + m[3][3] * x3
-    return tl.reshape(tl.join(tl.join(y0, y2), tl.join(y1, y3)), x.shape)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def _join_quads(x: tl.tuple) -> tl.tensor:
+    whole = tl.join(tl.join(x[0], x[2]), tl.join(x[1], x[3]))
+    return tl.reshape(whole, (x[0].shape[0], x[0].shape[1] * 4))
+
+
+@triton.jit
+def _mapped(x: tl.tuple, row: tl.tuple) -> tl.tensor:
+    """One entry of matrix·group of every group."""
+    return row[0] * x[0] + row[1] * x[1] + row[2] * x[2] + row[3] * x[3]
+
+
+@triton.jit
+def map_quads(x: tl.tensor, m: tl.tuple) -> tl.tensor:
+    """Every group of four of x [R,W] ← matrix·group; the entries of its rows m are shaped to fit [R,W/4]."""
+    x = _split_quads(x)
+    return _join_quads((_mapped(x, m[0]), _mapped(x, m[1]), _mapped(x, m[2]), _mapped(x, m[3])))
 
 
 @triton.jit
@@ -94,25 +109,18 @@ def load_matrices(matrix: tl.tensor, token: tl.tensor, inside: tl.tensor, TRANSP
 
 
 @triton.jit
-def _map_row(x: tl.tuple, row: tl.tensor, inside: tl.tensor, STEP: tl.constexpr) -> tl.tensor:
-    m = _load_rows(row, inside, STEP)
-    return m[0] * x[0] + m[1] * x[1] + m[2] * x[2] + m[3] * x[3]
-
-
-@triton.jit
 def map_tokens(
     x: tl.tensor, matrix: tl.tensor, token: tl.tensor, inside: tl.tensor, TRANSPOSED: tl.constexpr
 ) -> tl.tensor:
     """`map_quads` with the matrices of some tokens, of which one row after the other takes registers."""
     row: tl.constexpr = 1 if TRANSPOSED else 4
     col: tl.constexpr = 4 if TRANSPOSED else 1
-    evens, odds = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 4, 2, 2)))
-    x0, x2 = tl.split(evens)
-    x1, x3 = tl.split(odds)
-    quad, first = (x0, x1, x2, x3), matrix + token * 16
-    y0, y1 = _map_row(quad, first, inside, col), _map_row(quad, first + row, inside, col)
-    y2, y3 = _map_row(quad, first + 2 * row, inside, col), _map_row(quad, first + 3 * row, inside, col)
-    return tl.reshape(tl.join(tl.join(y0, y2), tl.join(y1, y3)), x.shape)
+    x, first = _split_quads(x), matrix + token * 16
+    y0 = _mapped(x, _load_rows(first, inside, col))
+    y1 = _mapped(x, _load_rows(first + row, inside, col))
+    y2 = _mapped(x, _load_rows(first + 2 * row, inside, col))
+    y3 = _mapped(x, _load_rows(first + 3 * row, inside, col))
+    return _join_quads((y0, y1, y2, y3))
 
 
 @triton.jit
@@ -130,30 +138,20 @@ def norm_factor(
 
 
 @triton.jit
-def load_turns(
-    cos: tl.tensor, sin: tl.tensor, row: tl.tensor, tokens: tl.tensor, first: tl.tensor, WIDTH: tl.constexpr,
-    D: tl.constexpr, POSITIONS: tl.constexpr,
-) -> tl.tuple:  # fmt: skip
-    """Cosines and sines of the pairs of WIDTH entries of some tokens from `first` on, [R,WIDTH/2] each."""
-    PAIRS: tl.constexpr = D // 2 if POSITIONS == ROTARY else D // 4
-    pair = first // 2 + tl.arange(0, WIDTH // 2) - (D // 2 - PAIRS)
-    at = (row * PAIRS)[:, None] + pair[None, :]
-    within = (row < tokens)[:, None] & ((pair >= 0) & (pair < PAIRS) & (POSITIONS != 0))[None, :]
-    return tl.load(cos + at, within, 1.0), tl.load(sin + at, within, 0.0)
-
-
-@triton.jit
-def place(
-    x: tl.tensor, turns: tl.tuple, matrix: tl.tensor, row: tl.tensor, tokens: tl.tensor, first: tl.tensor,
-    D: tl.constexpr, POSITIONS: tl.constexpr, TRANSPOSED: tl.constexpr, TURN: tl.constexpr,
+def unplace(
+    x: tl.tensor, matrix: tl.tensor, cos: tl.tensor, sin: tl.tensor, row: tl.tensor, tokens: tl.tensor,
+    first: tl.tensor, D: tl.constexpr, POSITIONS: tl.constexpr, TRANSPOSED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Entries [R,C] of some tokens from `first` on, with their position.
+    """Gradients [R,C] of entries from `first` on of placed tokens → those of the tokens.
 
-    TRANSPOSED: columns of the matrices for their rows. TURN: 1, or −1 to turn back. Both changed, gradients of placed
-    tokens become those of the tokens.
+    TRANSPOSED: the columns of their matrices are those that map back.
     """
     if POSITIONS != 0:
-        x = rotate_pairs(x, turns[0], TURN * turns[1])
+        PAIRS: tl.constexpr = D // 2 if POSITIONS == ROTARY else D // 4
+        pair = first // 2 + tl.arange(0, x.shape[1] // 2) - (D // 2 - PAIRS)
+        place = (row * PAIRS)[:, None] + pair[None, :]
+        within = (row < tokens)[:, None] & ((pair >= 0) & (pair < PAIRS))[None, :]
+        x = rotate_pairs(x, tl.load(cos + place, within, 1.0), -tl.load(sin + place, within, 0.0))
         if POSITIONS == CAMERA:
             mapped = map_tokens(x, matrix, row, row < tokens, TRANSPOSED)
             x = tl.where((first + tl.arange(0, x.shape[1]) < D // 2)[None, :], mapped, x)

@@ -29,7 +29,7 @@ from longtake.kernels.scan.inputs import Scan
 from longtake.kernels.scan.launch import Saved
 from longtake.kernels.scan.prepare import Operands
 from longtake.kernels.scan.remember import Memory
-from longtake.kernels.scan.tokens import CAMERA, ROTARY, load_turns, place
+from longtake.kernels.scan.tokens import CAMERA, ROTARY, unplace
 from longtake.kernels.triton_tiles import as_operand, padded
 
 
@@ -125,7 +125,9 @@ def _keys_kernel(
     v_out += (first * heads + head) * D
     beta_out += frame * tokens
     beta += frame * beta_frame
-    table = (at + batch * frames * own_tables) * tokens * (D // 2 if POSITIONS == ROTARY else D // 4)
+    turns = (at + batch * frames * own_tables) * tokens * (D // 2 if POSITIONS == ROTARY else D // 4)
+    cos += turns
+    sin += turns
     matrix += first * 16
     by_value += frame * D * D
     by_key += frame * D * D
@@ -144,8 +146,7 @@ def _keys_kernel(
         values, keys = load_square(by_value, col, D, SIDE), load_square(by_key, col, D, SIDE)
         told = tl.dot(placed, tl.trans(values), input_precision=PRECISION)
         if POSITIONS == CAMERA:  # which moves values, too
-            turns = load_turns(cos + table, sin + table, row, tokens, start, COLUMNS, D, POSITIONS)
-            told = place(told, turns, matrix, row, tokens, start, D, POSITIONS, True, -1.0)
+            told = unplace(told, matrix, cos, sin, row, tokens, start, D, POSITIONS, True)
         store_columns(v_out, strength[:, None] * told, row, tokens, heads * D, col, D)
         brought = tl.dot(as_operand(value, OPERAND, PRECISION), values, brought, input_precision=PRECISION)
         part = placed if COLUMNS == SIDE else load_columns(k, row, tokens, D // 8, col, D)
@@ -156,8 +157,7 @@ def _keys_kernel(
     share, along = gain - 0.5 * loss, strength * (gain - loss)
     if DISCOUNT:
         along += tl.load(growth_grad + frame) * tl.load(growth + frame * tokens + row, row < tokens, 0.0)
-    turns = load_turns(cos + table, sin + table, row, tokens, 0, SIDE, D, POSITIONS)
-    back = place(back, turns, matrix, row, tokens, 0, D, POSITIONS, True, -1.0)
+    back = unplace(back, matrix, cos, sin, row, tokens, 0, D, POSITIONS, True)
     if NORMALISER:
         w = load_weight(weight, head, D, SIDE, WEIGHTED)
         plain_key = load_activated(x, rms + first, w, row, tokens, x_token, norm_eps, scale, D, SIDE, NORM, RELU)

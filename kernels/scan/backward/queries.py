@@ -19,7 +19,7 @@ from longtake.kernels.scan.backward.tokens import (
 from longtake.kernels.scan.inputs import Scan
 from longtake.kernels.scan.launch import Saved
 from longtake.kernels.scan.prepare import Operands
-from longtake.kernels.scan.tokens import ROTARY, load_turns, place
+from longtake.kernels.scan.tokens import ROTARY, unplace
 from longtake.kernels.triton_tiles import as_operand
 
 
@@ -66,7 +66,10 @@ def _queries_kernel(
     along_out += first * heads + head
     denominator += first * heads + head
     denominator_grad += first * heads + head
-    table = (at + batch * frames * own_tables) * tokens * (D // 2 if POSITIONS == ROTARY else D // 4)
+    turns = (at + batch * frames * own_tables) * tokens * (D // 2 if POSITIONS == ROTARY else D // 4)
+    cos += turns
+    sin += turns
+    matrix += first * 16
     col = tl.arange(0, SIDE)
     held = load_square(memories + frame * D * D, col, D, SIDE)
     z = tl.zeros((SIDE,), tl.float32)
@@ -81,8 +84,7 @@ def _queries_kernel(
         query = tl.dot(back, held, input_precision=PRECISION)
         if ALONG:
             along = row_sums(query, asking.to(tl.float32))
-        turns = load_turns(cos + table, sin + table, row, tokens, 0, SIDE, D, POSITIONS)
-        query = place(query, turns, matrix + first * 16, row, tokens, 0, D, POSITIONS, False, -1.0)
+        query = unplace(query, matrix, cos, sin, row, tokens, 0, D, POSITIONS, False)
         if NORMALISER:
             asked = tl.load(denominator_grad + row * heads, row < tokens, 0.0)
             query += asked[:, None] * z[None, :]
