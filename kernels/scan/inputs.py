@@ -2,6 +2,7 @@
 
 from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from longtake.kernels.scan.configurations import Configuration, Precision, configuration
@@ -76,6 +77,14 @@ class Scan(NamedTuple):
     @property
     def directions(self) -> int:
         return 2 if self.direction == "both" else 1
+
+    def between(self, which: Which) -> torch.dtype:
+        """Of what kernels of the backward pass hand on for queries (0) or keys (1): of operands where these come in it.
+
+        Else fp32: a norm may take most of it away.
+        """
+        operand = self.configuration.operand
+        return operand if self[which].dtype == operand else torch.float32
 
     @property
     def configuration(self) -> Configuration:

@@ -193,8 +193,9 @@ def prepare(scan: Scan, *, backward: bool = False) -> Operands:
     v = empty() if camera else k
     q = empty() if camera or backward else k
     growth = scan.q.new_empty((batch, heads, count), dtype=torch.float32) if scan.discount else None
-    wide = config.operand if scan.k.dtype == config.operand else torch.float32
-    slope = torch.empty(scan.k.shape, dtype=wide, device=scan.k.device) if backward and scan.discount else None
+    slope = None
+    if backward and scan.discount:
+        slope = torch.empty(scan.k.shape, dtype=scan.between(1), device=scan.k.device)
     given = rms = activation.rms
     if activation.norm == "full" and given is None:
         q_rms = scan.q.new_empty((batch, count), dtype=torch.float32)

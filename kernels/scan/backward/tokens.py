@@ -131,10 +131,9 @@ class Activated(NamedTuple):
 
 def unwritten(scan: Scan, which: Which) -> Activated:
     """Room for gradients of activated queries (`which` 0) or keys (1)."""
-    x, operand = scan[which], scan.configuration.operand
-    full = scan.activation.norm == "full"
+    x, full = scan[which], scan.activation.norm == "full"
     return Activated(
-        torch.empty(x.shape, dtype=operand if x.dtype == operand else torch.float32, device=x.device),
+        torch.empty(x.shape, dtype=scan.between(which), device=x.device),
         x.new_empty(x.shape[:-1], dtype=torch.float32) if full else None,
     )
 
