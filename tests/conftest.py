@@ -2,8 +2,8 @@
 
 import os
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-"""Threads that wait for each other sleep: if they spun, tests side by side would take ten times as long."""
+os.environ["OMP_NUM_THREADS"] = os.environ["LONGTAKE_THREADS"] = "1"
+"""Tests are side by side on as many cores as there are: more threads would wait for each other, often far longer."""
 
 os.environ["LONGTAKE_MODEL"] = "tiny-untrained"
 """What servers and commands that a test starts serve, unless it names another model."""

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Iterator
 import httpx
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from longtake.server.app import create_app
@@ -24,8 +23,7 @@ STILL = np.eye(4).tolist()
 
 @pytest.fixture(scope="session")
 def model() -> WorldModel:
-    """The served model with two threads at most, so that tests beside each other stay quick."""
-    torch.set_num_threads(2)
+    """The served model."""
     return load_model("tiny-untrained")
 
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 import pytest
-import torch
 from server_fixtures import path
 
 from longtake.api_schemas.resources import PostChunks
@@ -43,7 +42,6 @@ SMALL_HEIGHT, SMALL_WIDTH = 64, 96
 @pytest.fixture(scope="session")
 def small_model() -> WorldModel:
     """The model of `server_fixtures` with frames of a tenth of the pixels, for takes of many chunks."""
-    torch.set_num_threads(2)
     with pytest.MonkeyPatch.context() as smaller:
         latent_hw = SMALL_HEIGHT // 32, SMALL_WIDTH // 32
         smaller.setattr(registry, "TINY_UNTRAINED", replace(registry.TINY_UNTRAINED, latent_hw=latent_hw))

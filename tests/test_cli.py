@@ -45,7 +45,8 @@ def frames(video: Path) -> int:
         return sum(1 for _ in container.decode(video=0))
 
 
-def test_the_demo_resumes_and_leaves_a_video(tmp_path: Path) -> None:
+def test_the_demo_resumes_and_leaves_a_video(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LONGTAKE_THREADS", "2")  # more than tests otherwise take: the same bits nevertheless
     said = longtake("demo", "-o", "here", cwd=tmp_path)
     assert "killed the server (SIGKILL)" in said
     assert "same digests" in said

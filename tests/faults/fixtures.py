@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 import pytest
-import torch
 
 from faults.chaos import settle
 from faults.cluster import Cluster, zygote_for
@@ -108,11 +107,9 @@ def world(make_world: MakeWorld) -> World:
 
 @pytest.fixture(scope="session", autouse=True)
 def _nothing_is_left() -> Iterator[None]:
-    """I8: no thread outlives the tests. The truth is computed on one thread: there are many of it, and it is small."""
-    before, torch_threads = set(threading.enumerate()), torch.get_num_threads()
-    torch.set_num_threads(1)
+    """I8: no thread outlives the tests."""
+    before = set(threading.enumerate())
     yield
-    torch.set_num_threads(torch_threads)
     left = [thread.name for thread in set(threading.enumerate()) - before if thread.is_alive()]
     assert not left, f"threads are left: {left}"
 
