@@ -172,7 +172,7 @@ def test_mistakes_get_one_clear_line(tmp_path: Path, url: str, arguments: list[s
     assert said.startswith("error:")
     assert expected in said
     assert said.count("\n") == 1
-    assert not list(tmp_path.glob("*.mp4"))
+    assert [each.name for each in tmp_path.iterdir()] == ["first.png"]
 
 
 def test_a_listing_of_nothing_says_where_it_looked(tmp_path: Path, url: str) -> None:

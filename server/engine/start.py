@@ -10,7 +10,7 @@ import torch
 
 from longtake.server.engine.engine import Engine
 from longtake.server.engine.limits import Limits
-from longtake.server.model.registry import UnknownModelError, load_model
+from longtake.server.model.registry import UnknownModelError, load_model, require_known
 from longtake.server.model.weights import WeightsError
 from longtake.server.model.world import WorldModel
 from longtake.server.settings import Settings, StartError
@@ -42,6 +42,7 @@ def start_engine(settings: Settings, url: str | None = None) -> Iterator[Engine]
     torch.set_num_threads(settings.threads or os.cpu_count() or 1)
     with ExitStack() as stack:
         try:
+            require_known(settings.model)  # before the store makes a folder for it
             store = open_store(settings, stack, url)
             model = load_model(settings.model, settings.device)
         except (StoreError, UnknownModelError, WeightsError) as error:

@@ -69,13 +69,18 @@ class UnknownModelError(ValueError):
     """No model has this id."""
 
 
+def require_known(name: str) -> None:
+    """Raises `UnknownModelError`, naming those there are."""
+    if name not in MODELS:
+        raise UnknownModelError(f"there is no model {name!r}; choose one of: {', '.join(sorted(MODELS))}")
+
+
 def load_model(name: str, device: str = "cpu") -> WorldModel:
     """Load a model on to a device, which is set to repeat itself to the bit.
 
-    Raises `UnknownModelError`, naming those there are; `WeightsError` when its weights can not be had.
+    Raises `UnknownModelError`; `WeightsError` when its weights can not be had.
     """
-    if name not in MODELS:
-        raise UnknownModelError(f"there is no model {name!r}; choose one of: {', '.join(sorted(MODELS))}")
+    require_known(name)
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.allow_tf32 = False
