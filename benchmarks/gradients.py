@@ -112,7 +112,8 @@ def measure(step: Step, shape: Shape, inputs: Sequence[Inputs], precision: Preci
     back, least = both - ahead, floor(step, shape)
     kept, made = (peak_memory(step, inputs[0], precision, again=again) for again in (False, True))
     number = (
-        f"{back:.0f} µs backward, {back / inference:.1f} × the {inference:.0f} µs forward, {back / least:.1f} × floor "
+        f"{back:.0f} µs backward, {back / inference:.1f} × the {inference:.0f} µs forward (with what it keeps "
+        f"{ahead:.0f} µs), {back / least:.1f} × floor "
         f"({packed - both:.0f} µs more where q, k and v are unbound from one leaf), "
         f"{kept:.2f} GB at the peak; snapshots made again, not kept: {twice - both:.0f} µs more, {made:.2f} GB "
         f"(error {error:.1e})"

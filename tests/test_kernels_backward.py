@@ -223,6 +223,18 @@ def test_the_operators_keep_their_promises(name: str, monkeypatch: pytest.Monkey
     torch.library.opcheck(training._scan_backward, plain, test_utils=tests[:2])
 
 
+@each_scan
+def test_what_is_kept_changes_no_bit_and_the_reference_keeps_nothing(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = training.Trained(*operator_arguments(monkeypatch, name)[0])
+    for_kernels, for_reference = (given._replace(backward=backward) for backward in ("triton", "reference"))
+    kept, bare = (training._scan_with_gradient(*x) for x in (for_kernels, for_reference))
+    assert_same_bits(kept[: training.RESULTS], bare[: training.RESULTS])
+    assert not any(y.numel() for y in bare[training.RESULTS :])
+    torch.library.opcheck(training._scan_with_gradient, for_reference, test_utils="test_faketensor")
+
+
 SELDOM = [("gdn", "both full turned others"), ("cam", "both state others"), ("branch", "both bare unturned pool")]
 
 

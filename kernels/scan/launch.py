@@ -11,7 +11,7 @@ from longtake.kernels.gdn.merge_triton import gdn_merge
 from longtake.kernels.scan.absorb import absorb
 from longtake.kernels.scan.configurations import Precision
 from longtake.kernels.scan.inputs import Scan
-from longtake.kernels.scan.prepare import prepare
+from longtake.kernels.scan.prepare import Placed, prepare
 from longtake.kernels.scan.read import read
 from longtake.kernels.scan.remember import Memory, Snapshots, remember
 from longtake.kernels.triton_tiles import ALIGNMENT, aligned, check_operands
@@ -52,13 +52,13 @@ class Results(NamedTuple):
 class Saved(NamedTuple):
     """What a forward pass leaves for its backward pass.
 
-    P of every frame, what every frame read, inverse RMS of q and k with the full norm, the denominator [B,N,H]; with a
-    discount the mean growth of every frame and its A.
+    Its tokens, P of every frame, what every frame read, the denominator [B,N,H]; with a discount the mean growth of
+    every frame and its A.
     """
 
+    placed: Placed
     transitions: Tensor
     snapshots: Snapshots
-    rms: tuple[Tensor, Tensor] | None
     denominator: Tensor | None
     growth: Tensor | None
     updates: Tensor | None
@@ -102,12 +102,12 @@ def _added(one: Results, other: Results, finish: Finish) -> Results:
     return Results(one.out.add_(other.out), one.denominator, one.state)
 
 
-def run(scan: Scan, states: States, finish: Finish) -> tuple[Results, Saved]:
-    """One scan, and what its backward pass needs; operands and device were checked."""
+def run(scan: Scan, states: States, finish: Finish, *, keep: bool = False) -> tuple[Results, Saved | None]:
+    """One scan, and with `keep` what its backward pass needs; operands and device were checked."""
     scan, finish = ready(scan), based(finish)
     fresh = _empty_state(scan) if states.out is None and scan.direction != "reverse" else None
     final = based(states.out or fresh)
-    operands = prepare(scan)
+    operands = prepare(scan, keep=keep)
     records = absorb(scan, operands)
     snapshots = remember(
         scan,
@@ -122,10 +122,11 @@ def run(scan: Scan, states: States, finish: Finish) -> tuple[Results, Saved]:
         if given is not None and given is not written:
             given.copy_(written)
     reads = read(scan, operands, snapshots, **finish._asdict())
+    if operands.placed is None:
+        return Results(*reads, fresh), None
     updates = records.updates if scan.discount else None
-    return Results(*reads, fresh), Saved(
-        records.transitions, snapshots, operands.rms, reads[1], records.growth, updates
-    )
+    saved = Saved(operands.placed, records.transitions, snapshots, reads[1], records.growth, updates)
+    return Results(*reads, fresh), saved
 
 
 def ready(scan: Scan) -> Scan:

@@ -1,8 +1,8 @@
 """First step of a scan: every token's k as an operand of the products that follow, all heads of a token at once.
 
 k gets its norm, ReLU, scale, position and √β, so that P = Kᵀ·diag(β)·K stays symmetric when its operands are rounded.
-q and v are prepared where the camera maps them. Operands lie head by head, [B,H,N,D]. A backward pass wants q, too, and
-k without √β.
+q and v are prepared where the camera maps them. Operands lie head by head, [B,H,N,D]. For a backward pass all of q is
+left, and k without √β.
 """
 
 from typing import NamedTuple
@@ -68,7 +68,9 @@ def _prepare_kernel(
     plain_out: tl.tensor,
     v_out: tl.tensor,
     growth: tl.tensor,
+    kept_out: tl.tensor,
     slope_out: tl.tensor,
+    along_out: tl.tensor,
     heads: int,
     frames: int,
     tokens: int,
@@ -98,7 +100,7 @@ def _prepare_kernel(
     POSITIONS: tl.constexpr,
     NORMALISER: tl.constexpr,
     DISCOUNT: tl.constexpr,
-    BACKWARD: tl.constexpr,
+    KEEP: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
     """One token: program (batch, token), which takes its heads in GROUPS groups of HEADS."""
@@ -118,12 +120,13 @@ def _prepare_kernel(
     v += (batch * v_batch + place * v_token) * 8
     beta += (batch * heads * frames + place // tokens) * beta_frame + place % tokens * beta_token
     growth += batch * heads * all_tokens + place
+    along_out += batch * heads * all_tokens + place
     slope_out += token * heads * D
-    if POSITIONS == CAMERA or BACKWARD or (NORM == FULL_NORM and not GIVEN):
+    if POSITIONS == CAMERA or KEEP or (NORM == FULL_NORM and not GIVEN):
         inverse = inverse_rms(q, q_rms + token, q_head, heads, eps, NORM, GIVEN, D, SIDE, HEADS, GROUPS)
         if NORM == FULL_NORM and not GIVEN:
             tl.store(q_rms_out + token, inverse)
-        if POSITIONS == CAMERA or BACKWARD:
+        if POSITIONS == CAMERA or KEEP:
             position = position_of(matrix, cos, sin, True, 1.0, POSITIONS, D, SIDE)
             for group in range(GROUPS):
                 head = group * HEADS + tl.arange(0, HEADS)
@@ -136,29 +139,45 @@ def _prepare_kernel(
         tl.store(k_rms_out + token, inverse)
     for group in range(GROUPS):
         head = group * HEADS + tl.arange(0, HEADS)
-        root = tl.full((HEADS, 1), 1.0, tl.float32)
-        if not BACKWARD:
-            share = tl.load(beta + head * frames * beta_frame, head < heads, 0.0).to(tl.float32)
-            root = square_root(share, k_out.dtype.element_ty)[:, None]
+        share = tl.load(beta + head * frames * beta_frame, head < heads, 0.0).to(tl.float32)
+        root = square_root(share, k_out.dtype.element_ty)[:, None]
+        raw = load_heads(k, head, k_head, heads, D, SIDE)
+        if KEEP and not DISCOUNT:
+            x = activate_heads(raw, k_weight, inverse, head, heads, eps, scale, NORM, K_WEIGHTED, RELU, D, SIDE)
+            store_heads(kept_out + out, place_heads(x, position, POSITIONS), head, heads, size, D, PRECISION)
         lift = scale if DISCOUNT else scale * root  # growth is of the keys without β
-        x = load_heads(k, head, k_head, heads, D, SIDE)
-        x = activate_heads(x, k_weight, inverse, head, heads, eps, lift, NORM, K_WEIGHTED, RELU, D, SIDE)
+        x = activate_heads(raw, k_weight, inverse, head, heads, eps, lift, NORM, K_WEIGHTED, RELU, D, SIDE)
         y = place_heads(x, position, POSITIONS)
         if DISCOUNT:
             before, after, ratio = growth_of(x, y, k_out.dtype.element_ty)
-            if BACKWARD:
+            tl.store(growth + head * all_tokens, ratio, head < heads)
+            if KEEP:
                 slope, along = _growth_slope(x, y, position, before, after)
                 store_heads(slope_out, slope, head, heads, D, D, "ieee")
-                tl.store(growth + head * all_tokens, along, head < heads)
-            else:
-                tl.store(growth + head * all_tokens, ratio, head < heads)
+                tl.store(along_out + head * all_tokens, along, head < heads)
+                store_heads(kept_out + out, y, head, heads, size, D, PRECISION)
             y *= root
         store_heads(k_out + out, y, head, heads, size, D, PRECISION)
-        if NORMALISER and POSITIONS != 0 and not BACKWARD:
+        if NORMALISER and POSITIONS != 0:
             store_heads(plain_out + out, x, head, heads, size, D, PRECISION)
         if POSITIONS == CAMERA:
             x = place_heads(load_heads(v, head, v_head, heads, D, SIDE), position, POSITIONS)
             store_heads(v_out + out, x, head, heads, size, D, PRECISION)
+
+
+class Placed(NamedTuple):
+    """Tokens with their positions as a backward pass takes them: q and k, without √β, [B,H,N,D], v [B,N,H,D].
+
+    `rms` [B,N] is the inverse RMS of q and of k with the full norm. With a discount `slope` [B,N,H,D] is the gradient
+    of the growth by each k, in the dtype of operands where k is, else in fp32, and `along` [B,H,N] is k times it.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    rms: tuple[Tensor, Tensor] | None
+    slope: Tensor | None
+    along: Tensor | None
 
 
 class Operands(NamedTuple):
@@ -166,8 +185,6 @@ class Operands(NamedTuple):
 
     `v` and `q` [B,N,H,D] are with their positions for the camera, else as they were given. `rms` [B,N] is the inverse
     RMS of q and of k with the full norm; `growth` [B,H,N] is ‖k after‖²/‖k before‖² of its position where it is wanted.
-    For a backward pass k is without √β, q always with its position, and there is no `plain`; `slope` [B,N,H,D] is the
-    gradient of the growth by each k, in the dtype of operands where k is, else in fp32, and `growth` is k times it.
     """
 
     k: Tensor
@@ -176,11 +193,11 @@ class Operands(NamedTuple):
     q: Tensor
     rms: tuple[Tensor, Tensor] | None
     growth: Tensor | None
-    slope: Tensor | None
+    placed: Placed | None
 
 
-def prepare(scan: Scan, *, backward: bool = False) -> Operands:
-    """Operands of a scan, or of its backward pass, in the operand dtype of its precision."""
+def prepare(scan: Scan, *, keep: bool = False) -> Operands:
+    """Operands of a scan in the operand dtype of its precision; with `keep` what its backward pass takes, too."""
     batch, count, heads, dim = scan.q.shape
     activation, positions, config = scan.activation, scan.positions, scan.configuration
     camera = positions is not None and positions.matrices is not None
@@ -189,13 +206,16 @@ def prepare(scan: Scan, *, backward: bool = False) -> Operands:
         return scan.q.new_empty((batch, heads, count, dim), dtype=config.operand)
 
     k = empty()
-    plain = empty() if scan.normaliser and positions and not backward else k
+    plain = empty() if scan.normaliser and positions else k
     v = empty() if camera else k
-    q = empty() if camera or backward else k
-    growth = scan.q.new_empty((batch, heads, count), dtype=torch.float32) if scan.discount else None
-    slope = None
-    if backward and scan.discount:
-        slope = torch.empty(scan.k.shape, dtype=scan.between(1), device=scan.k.device)
+    q = empty() if camera or keep else k
+    kept = empty() if keep else k
+    growth = slope = along = None
+    if scan.discount:
+        growth = scan.q.new_empty((batch, heads, count), dtype=torch.float32)
+        if keep:
+            slope = torch.empty(scan.k.shape, dtype=scan.between(1), device=scan.k.device)
+            along = torch.empty_like(growth)
     given = rms = activation.rms
     if activation.norm == "full" and given is None:
         q_rms = scan.q.new_empty((batch, count), dtype=torch.float32)
@@ -220,7 +240,9 @@ def prepare(scan: Scan, *, backward: bool = False) -> Operands:
         plain,
         v,
         stand_in if growth is None else growth,
+        kept,
         stand_in if slope is None else slope,
+        stand_in if along is None else along,
         heads,
         scan.frames,
         scan.tokens,
@@ -243,10 +265,11 @@ def prepare(scan: Scan, *, backward: bool = False) -> Operands:
         POSITIONS=positions.kind if positions else 0,
         NORMALISER=scan.normaliser,
         DISCOUNT=scan.discount,
-        BACKWARD=backward,
+        KEEP=keep,
         PRECISION=config.dot,
         num_warps=config.prepare_warps,
     )
     placed_v = v.transpose(1, 2) if camera else scan.v
-    placed_q = q.transpose(1, 2) if camera or backward else scan.q
-    return Operands(k, plain, placed_v, placed_q, rms, growth, slope)
+    placed_q = q.transpose(1, 2) if camera else scan.q
+    placed = Placed(q, kept, placed_v, rms, slope, along) if keep else None
+    return Operands(k, plain, placed_v, placed_q, rms, growth, placed)

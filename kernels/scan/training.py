@@ -15,6 +15,7 @@ from longtake.kernels.scan.backward.launch import Upstream, scan_gradients
 from longtake.kernels.scan.configurations import Precision
 from longtake.kernels.scan.inputs import Activation, Direction, Norm, Positions, Scan
 from longtake.kernels.scan.launch import Finish, Results, Saved, States, check_device, ready, run
+from longtake.kernels.scan.prepare import Placed
 from longtake.kernels.scan.remember import Memory, Snapshots
 from longtake.kernels.scan.training_reference import reference_results
 from longtake.kernels.triton_tiles import aligned, check_operands
@@ -65,11 +66,16 @@ class Trained(NamedTuple):
 class Kept(NamedTuple):
     """What a backward pass is given beside the arguments; gradients are None where nothing came, the others empty."""
 
+    placed_q: Tensor
+    placed_k: Tensor
+    placed_v: Tensor
+    q_rms: Tensor
+    k_rms: Tensor
+    slope: Tensor
+    along: Tensor
     transitions: Tensor
     snapshots: Tensor
     z_snapshots: Tensor
-    q_rms: Tensor
-    k_rms: Tensor
     growth: Tensor
     updates: Tensor
     read_denominator: Tensor
@@ -79,8 +85,11 @@ class Kept(NamedTuple):
     final_z: Tensor | None
 
 
-DIFFERENTIABLE, RESULTS = 9, 11
-"""How many of the first arguments have a gradient; what the operator returns: four results, and what is saved."""
+DIFFERENTIABLE, RESULTS, SAVED = 9, 4, 12
+"""How many of the first arguments have a gradient; what the operator returns: results, and what the kernels save."""
+
+Layout = tuple[tuple[int, ...], torch.dtype] | None
+"""Of a result: shape and dtype; None where there is none."""
 
 
 def _scan(x: Trained) -> Scan:
@@ -106,37 +115,74 @@ def _run(*arguments: Any) -> tuple[Tensor, ...]:  # noqa: ANN401
     x = Trained(*arguments)
     check_operands(x.q, x.k, x.v)
     check_device(cast(Precision, x.precision), x.q.device)
+    states, keep = States(_memory(x.kv, x.z), starts=x.starts), x.backward != "reference"
     with on_device_of(x.q):
-        found, saved = run(_scan(x), States(_memory(x.kv, x.z), starts=x.starts), Finish(x.dtype))
-    made = found.state or (None, None)
-    kept = (saved.transitions, *saved.snapshots, *(saved.rms or (None, None)), saved.growth, saved.updates)
-    results = (found.out, found.denominator, *made, *kept)
+        found, saved = run(_scan(x), states, Finish(x.dtype), keep=keep)
+    kept = (None,) * SAVED if saved is None else _flat(saved, camera=x.projection is not None)
+    results = (found.out, found.denominator, *(found.state or (None, None)), *kept)
     return tuple(or_nothing(y, found.out) for y in results)
+
+
+def _flat(saved: Saved, *, camera: bool) -> tuple[Tensor | None, ...]:
+    """Without the denominator, which is a result. `camera`: values are placed, and not those that were given."""
+    placed = saved.placed
+    v = placed.v.transpose(1, 2) if camera else None
+    tokens = (placed.q, placed.k, v, *(placed.rms or (None, None)), placed.slope, placed.along)
+    return *tokens, saved.transitions, *saved.snapshots, saved.growth, saved.updates
+
+
+def _saved(x: Trained, scan: Scan, kept: Kept) -> Saved:
+    v = scan.v if x.projection is None else kept.placed_v.transpose(1, 2)
+    rms = (kept.q_rms, kept.k_rms) if x.norm == "full" else None
+    slope, along, growth, updates = (kept.slope, kept.along, kept.growth, kept.updates) if x.discount else (None,) * 4
+    return Saved(
+        Placed(kept.placed_q, kept.placed_k, v, rms, slope, along),
+        kept.transitions,
+        Snapshots(kept.snapshots, kept.z_snapshots if x.normaliser else None),
+        kept.read_denominator if x.normaliser else None,
+        growth,
+        updates,
+    )
 
 
 def _fake(*arguments: Any) -> tuple[Tensor, ...]:  # noqa: ANN401
     x = Trained(*arguments)
     scan = _scan(x)
+    kept = [None] * SAVED if x.backward == "reference" else _saved_layouts(x, scan)
+    layouts = (each or ((0,), torch.float32) for each in (*_result_layouts(x), *kept))
+    return tuple(x.q.new_empty(shape, dtype=dtype) for shape, dtype in layouts)
+
+
+def _result_layouts(x: Trained) -> list[Layout]:
     batch, count, heads, dim = x.q.shape
-    kinds, forward = 1 + x.normaliser, x.direction != "reverse"
-    reads = (scan.directions, scan.memories, scan.frames, dim)
-    shapes = (
-        x.q.shape,
-        (batch, count, heads) if x.normaliser else (0,),
-        (batch, heads, dim, dim) if forward else (0,),
-        (batch, heads, dim) if forward and x.normaliser else (0,),
-        (scan.memories * scan.frames, kinds, dim, dim),
-        (*reads, dim),
-        reads if x.normaliser else (0,),
-        *((batch, count) if x.norm == "full" else (0,) for _ in range(2)),
-        x.decay.shape if x.discount else (0,),
-        (scan.memories * scan.frames, dim + x.normaliser, dim) if x.discount else (0,),
-    )
-    config = scan.configuration
-    dtypes = [x.dtype] + [torch.float32] * 3 + [config.operand] + [torch.float32] * 6
-    if config.bf16_snapshots:
-        dtypes[5] = torch.bfloat16
-    return tuple(x.q.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
+    fp32, forward = torch.float32, x.direction != "reverse"
+    return [
+        (x.q.shape, x.dtype),
+        ((batch, count, heads), fp32) if x.normaliser else None,
+        ((batch, heads, dim, dim), fp32) if forward else None,
+        ((batch, heads, dim), fp32) if forward and x.normaliser else None,
+    ]
+
+
+def _saved_layouts(x: Trained, scan: Scan) -> list[Layout]:
+    batch, count, heads, dim = x.q.shape
+    fp32, config, frames = torch.float32, scan.configuration, scan.memories * scan.frames
+    tokens, read = ((batch, heads, count, dim), config.operand), (scan.directions, scan.memories, scan.frames, dim)
+    rms = ((batch, count), fp32) if x.norm == "full" else None
+    return [
+        tokens,
+        tokens,
+        None if x.projection is None else tokens,
+        rms,
+        rms,
+        (x.k.shape, scan.between(1)) if x.discount else None,
+        ((batch, heads, count), fp32) if x.discount else None,
+        ((frames, 1 + x.normaliser, dim, dim), config.operand),
+        ((*read, dim), torch.bfloat16 if config.bf16_snapshots else fp32),
+        (read, fp32) if x.normaliser else None,
+        (x.decay.shape, fp32) if x.discount else None,
+        ((frames, dim + x.normaliser, dim), fp32) if x.discount else None,
+    ]
 
 
 def _zeros_unless(grad: Tensor | None, like: Tensor, *shape: int) -> Tensor:
@@ -157,13 +203,9 @@ def _upstream(x: Trained, kept: Kept) -> Upstream:
 
 def _kernel_gradients(x: Trained, kept: Kept) -> tuple[Tensor | None, ...]:
     """Of the differentiable arguments, by the kernels."""
-    snapshots = Snapshots(kept.snapshots, kept.z_snapshots if x.normaliser else None)
-    rms = (kept.q_rms, kept.k_rms) if x.norm == "full" else None
-    growth, updates = (kept.growth, kept.updates) if x.discount else (None, None)
-    denominator = kept.read_denominator if x.normaliser else None
-    saved, state = Saved(kept.transitions, snapshots, rms, denominator, growth, updates), _memory(x.kv, x.z)
+    scan, state = ready(_scan(x)), _memory(x.kv, x.z)
     with on_device_of(x.q):
-        found = scan_gradients(ready(_scan(x)), saved, _upstream(x, kept), state=state, starts=x.starts)
+        found = scan_gradients(scan, _saved(x, scan, kept), _upstream(x, kept), state=state, starts=x.starts)
     states = (None, None) if x.kv is None or found.state is None else found.state
     return (*found[:7], *states)
 
@@ -180,7 +222,7 @@ def _fake_backward(*arguments: Any) -> tuple[Tensor, ...]:  # noqa: ANN401
 
 
 _scan_with_gradient = torch.library.custom_op(
-    "longtake::scan_with_gradient", _run, schema=schema([Trained], (), RESULTS), mutates_args=()
+    "longtake::scan_with_gradient", _run, schema=schema([Trained], (), RESULTS + SAVED), mutates_args=()
 )
 _scan_backward = torch.library.custom_op(
     "longtake::scan_backward", _run_backward, schema=schema([Trained, Kept], (), DIFFERENTIABLE), mutates_args=()
@@ -190,11 +232,11 @@ _scan_backward.register_fake(_fake_backward)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:  # noqa: ANN401
-    x, saved = Trained(*inputs), (*output[4:], output[1])
+    x, saved = Trained(*inputs), (*output[RESULTS:], output[1])
     tensors = [y for y in x if isinstance(y, Tensor)]
     ctx.save_for_backward(*tensors, *saved)
     ctx.others = [None if isinstance(y, Tensor) else (y,) for y in x]
-    ctx.mark_non_differentiable(*output[4:])
+    ctx.mark_non_differentiable(*output[RESULTS:])
     ctx.set_materialize_grads(False)
 
 
@@ -206,10 +248,10 @@ def _reference(x: Trained, *differentiable: Any) -> tuple[Tensor | None, ...]:  
 def _hand_back(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN401
     tensors = iter(ctx.saved_tensors)
     x = Trained(*(next(tensors) if other is None else other[0] for other in ctx.others))
-    kept = Kept(*tensors, *grads[:4])
+    kept = Kept(*tensors, *grads[:RESULTS])
     wanted = ctx.needs_input_grad[:DIFFERENTIABLE]
     if x.backward == "reference":
-        found = reference_gradients(partial(_reference, x), x.differentiable, grads[:4], wanted)
+        found = reference_gradients(partial(_reference, x), x.differentiable, grads[:RESULTS], wanted)
     else:
         found = _scan_backward(*x, *kept)
     given = (grad if want else None for grad, want in zip(found, wanted, strict=True))

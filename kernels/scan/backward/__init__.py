@@ -1,4 +1,4 @@
-"""The backward pass of a scan: prepare, receive, recall, combine, queries and keys, activation.
+"""The backward pass of a scan: receive, recall, combine, queries and keys, activation.
 
 With M_t the memory that frame t reads, M_t = g_t·(I − P_t)·M_{t−1} + A_t, and G_t the gradient of what absorbing frame
 t leaves: receive sums B_t = Q̃_tᵀ·dN_t over the tokens of a frame, recall walks

@@ -18,7 +18,7 @@ from longtake.kernels.scan.backward.tokens import (
     row_sums,
 )
 from longtake.kernels.scan.inputs import Scan, Which
-from longtake.kernels.scan.prepare import Operands
+from longtake.kernels.scan.prepare import Placed
 from longtake.kernels.scan.tokens import FULL_NORM, HEAD_NORM, norm_factor
 from longtake.kernels.triton_tiles import padded, round_to
 
@@ -119,11 +119,11 @@ def _activation_kernel(
 
 
 def raw_gradients(
-    scan: Scan, which: Which, found: Activated, operands: Operands, growth_grad: Tensor | None = None
+    scan: Scan, which: Which, found: Activated, placed: Placed, growth_grad: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of raw q (`which` 0) or k (1) and, if it has one, of its norm's weight [H*D], each in its dtype.
 
-    `found` may be written over. `operands` of a backward pass; `growth_grad` [B,H,F] fp32: of the growth of each key.
+    `found` may be written over. `growth_grad` [B,H,F] fp32: of the growth of each key.
     """
     x, weight, stand_in = scan[which], scan.activation.weights[which], scan.decay
     batch, tokens, heads, dim = x.shape
@@ -133,7 +133,7 @@ def raw_gradients(
     Fitted(_activation_kernel, x.device)[blocks, heads](
         grad=found.grad,
         along=stand_in if found.along is None else _mean(found.along, dim),
-        slope=stand_in if growth_grad is None else operands.slope,
+        slope=stand_in if growth_grad is None else placed.slope,
         growth_grad=stand_in if growth_grad is None else growth_grad,
         out=out,
         shares=shares,
@@ -141,7 +141,7 @@ def raw_gradients(
         frames=scan.frames,
         tokens=tokens,
         all_tokens=batch * tokens,
-        **raw_arguments(scan, which, operands.rms),
+        **raw_arguments(scan, which, placed.rms),
         D=dim,
         SIDE=padded(dim),
         BLOCK=BLOCK_TOKENS,

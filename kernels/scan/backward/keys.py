@@ -27,7 +27,6 @@ from longtake.kernels.scan.backward.tokens import (
 )
 from longtake.kernels.scan.inputs import Scan
 from longtake.kernels.scan.launch import Saved
-from longtake.kernels.scan.prepare import Operands
 from longtake.kernels.scan.remember import Memory
 from longtake.kernels.scan.tokens import CAMERA, ROTARY, unplace
 from longtake.kernels.triton_tiles import as_operand, padded
@@ -66,7 +65,7 @@ def _keys_kernel(
     v: tl.tensor,
     beta: tl.tensor,
     decay: tl.tensor,
-    growth: tl.tensor,
+    growth_along: tl.tensor,
     mean_growth: tl.tensor,
     growth_grad: tl.tensor,
     matrix: tl.tensor,
@@ -156,7 +155,7 @@ def _keys_kernel(
     back = strength[:, None] * (brought - erased)
     share, along = gain - 0.5 * loss, strength * (gain - loss)
     if DISCOUNT:
-        along += tl.load(growth_grad + frame) * tl.load(growth + frame * tokens + row, row < tokens, 0.0)
+        along += tl.load(growth_grad + frame) * tl.load(growth_along + frame * tokens + row, row < tokens, 0.0)
     back = unplace(back, matrix, cos, sin, row, tokens, 0, D, POSITIONS, True)
     if NORMALISER:
         w = load_weight(weight, head, D, SIDE, WEIGHTED)
@@ -190,10 +189,10 @@ class KeyGradients(NamedTuple):
 
 
 def key_gradients(
-    scan: Scan, operands: Operands, saved: Saved, recalled: Recalled, combined: Combined, *, state: Memory | None
+    scan: Scan, saved: Saved, recalled: Recalled, combined: Combined, *, state: Memory | None
 ) -> KeyGradients:
-    """Of keys, values and β of all tokens; `operands` of a backward pass."""
-    config, stand_in = scan.configuration, scan.decay
+    """Of keys, values and β of all tokens."""
+    config, stand_in, placed = scan.configuration, scan.decay, saved.placed
     found = KeyGradients(
         unwritten(scan, 1),
         torch.empty(scan.v.shape, dtype=scan.v.dtype, device=scan.v.device),
@@ -201,11 +200,11 @@ def key_gradients(
     )
     z = None if state is None else state.z
     Fitted(_keys_kernel, scan.k.device)[scan.memories * scan.frames, triton.cdiv(scan.tokens, config.keys.rows)](
-        k=operands.k,
-        v=operands.v,
+        k=placed.k,
+        v=placed.v,
         beta=scan.beta,
         decay=scan.decay,
-        growth=stand_in if operands.growth is None else operands.growth,
+        growth_along=stand_in if placed.along is None else placed.along,
         mean_growth=stand_in if saved.growth is None else saved.growth,
         growth_grad=stand_in if combined.growth is None else combined.growth,
         by_value=combined.by_value,
@@ -219,8 +218,8 @@ def key_gradients(
         along_out=stand_in if found.k.along is None else found.k.along,
         first_direction=int(scan.direction == "reverse"),
         has_state=int(z is not None),
-        **raw_arguments(scan, 1, operands.rms),
-        **named_strides("v", operands.v),
+        **raw_arguments(scan, 1, placed.rms),
+        **named_strides("v", placed.v),
         **dict(zip(("beta_frame", "beta_token"), (1, 0) if scan.beta.ndim == 3 else (scan.tokens, 1), strict=True)),
         **token_arguments(scan, 1),
         COLUMNS=min(config.keys_columns, padded(scan.dim)),

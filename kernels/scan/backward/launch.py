@@ -13,7 +13,6 @@ from longtake.kernels.scan.backward.recall import recall
 from longtake.kernels.scan.backward.receive import receive
 from longtake.kernels.scan.inputs import Scan
 from longtake.kernels.scan.launch import Saved
-from longtake.kernels.scan.prepare import prepare
 from longtake.kernels.scan.remember import Memory
 
 
@@ -50,23 +49,23 @@ def scan_gradients(
     if scan.direction == "reverse":  # the first frames of chunks are never absorbed, whatever they hold
         first = scan.decay.new_zeros(1, dtype=torch.int64) if starts is None else starts.long()
         scan = scan._replace(decay=scan.decay.index_fill(2, first, 0))
-    operands = prepare(scan._replace(activation=scan.activation._replace(rms=saved.rms)), backward=True)
+    placed = saved.placed
     grad, denominator_grad, final_grad = upstream
     grad = grad.to(scan.configuration.operand)  # once, as products take it twice
     recalled = recall(
         scan,
         saved.transitions,
-        receive(scan, operands, grad, denominator_grad),
+        receive(scan, placed, grad, denominator_grad),
         saved.snapshots,
         state=state,
         final_grad=final_grad,
         starts=starts,
     )
     combined = combine(scan, recalled, saved, state=state)
-    queries = query_gradients(scan, operands, saved, combined.read, grad, denominator_grad)
-    keys = key_gradients(scan, operands, saved, recalled, combined, state=state)
-    q, q_weight = raw_gradients(scan, 0, queries, operands)
-    k, k_weight = raw_gradients(scan, 1, keys.k, operands, combined.growth)
+    queries = query_gradients(scan, saved, combined.read, grad, denominator_grad)
+    keys = key_gradients(scan, saved, recalled, combined, state=state)
+    q, q_weight = raw_gradients(scan, 0, queries, placed)
+    k, k_weight = raw_gradients(scan, 1, keys.k, placed, combined.growth)
     return Gradients(
         q,
         k,

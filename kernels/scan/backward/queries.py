@@ -18,7 +18,6 @@ from longtake.kernels.scan.backward.tokens import (
 )
 from longtake.kernels.scan.inputs import Scan
 from longtake.kernels.scan.launch import Saved
-from longtake.kernels.scan.prepare import Operands
 from longtake.kernels.scan.tokens import ROTARY, unplace
 from longtake.kernels.triton_tiles import as_operand
 
@@ -95,19 +94,17 @@ def _queries_kernel(
         store_columns(out, query, row, tokens, heads * D, col, D)
 
 
-def query_gradients(
-    scan: Scan, operands: Operands, saved: Saved, read: Tensor, grad: Tensor, denominator_grad: Tensor | None
-) -> Activated:
+def query_gradients(scan: Scan, saved: Saved, read: Tensor, grad: Tensor, denominator_grad: Tensor | None) -> Activated:
     """Of all queries.
 
-    `operands` of a backward pass; `read` [B·H·F,D,D]: the memories of all directions that each frame reads, summed,
-    values before keys, operands; `grad` [B,N,H,D] of the numerator, aligned; `denominator_grad` [B,N,H] fp32.
+    `read` [B·H·F,D,D]: the memories of all directions that each frame reads, summed, values before keys, operands;
+    `grad` [B,N,H,D] of the numerator, aligned; `denominator_grad` [B,N,H] fp32.
     """
     how, stand_in = scan.configuration.queries, scan.decay
     tiles = how.tiles_of(scan.tokens)
     found = unwritten(scan, 0)
     Fitted(_queries_kernel, grad.device)[scan.memories * scan.frames, triton.cdiv(scan.tokens, how.rows * tiles)](
-        q=operands.q,
+        q=saved.placed.q,
         grad=grad,
         denominator=stand_in if saved.denominator is None else saved.denominator,
         denominator_grad=stand_in if denominator_grad is None else denominator_grad,

@@ -9,7 +9,7 @@ from longtake.kernels.fitting import Fitted
 from longtake.kernels.scan.absorb import load_rows, load_tokens
 from longtake.kernels.scan.backward.tokens import load_activated, load_weight, named_strides, raw_arguments
 from longtake.kernels.scan.inputs import Scan
-from longtake.kernels.scan.prepare import Operands
+from longtake.kernels.scan.prepare import Placed
 from longtake.kernels.triton_tiles import as_operand, padded, store_square
 
 SUMMED_ROWS = tl.constexpr(16)
@@ -82,23 +82,23 @@ def _receive_kernel(
         tl.store(received + D * D + entry, tl.sum(sums, axis=0), entry < D)
 
 
-def receive(scan: Scan, operands: Operands, grad: Tensor, denominator_grad: Tensor | None) -> Tensor:
+def receive(scan: Scan, placed: Placed, grad: Tensor, denominator_grad: Tensor | None) -> Tensor:
     """B and, with a normaliser, b of every frame, [B·H·F,D or D + 1,D] fp32, B with values before keys.
 
-    `operands` of a backward pass; `grad` [B,N,H,D] of the numerator, aligned; `denominator_grad` [B,N,H] fp32.
+    `grad` [B,N,H,D] of the numerator, aligned; `denominator_grad` [B,N,H] fp32.
     """
     config, dim = scan.configuration, scan.dim
     count = scan.memories * scan.frames
     received = scan.q.new_empty((count, dim + scan.normaliser, dim), dtype=torch.float32)
     Fitted(_receive_kernel, grad.device)[(count, 1 + scan.normaliser)](
-        q=operands.q,
+        q=placed.q,
         grad=grad,
         denominator_grad=scan.decay if denominator_grad is None else denominator_grad,
         received=received,
         heads=scan.decay.shape[1],
         frames=scan.frames,
         tokens=scan.tokens,
-        **raw_arguments(scan, 0, operands.rms),
+        **raw_arguments(scan, 0, placed.rms),
         **named_strides("g", grad),
         D=dim,
         SIDE=padded(dim),
