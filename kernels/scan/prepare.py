@@ -196,32 +196,38 @@ class Operands(NamedTuple):
     placed: Placed | None
 
 
+def _room(scan: Scan, *, keep: bool) -> Operands:
+    """Unwritten operands; what is not prepared is as it was given."""
+    batch, count, heads, dim = scan.q.shape
+    activation, positions, operand = scan.activation, scan.positions, scan.configuration.operand
+    camera = positions is not None and positions.matrices is not None
+
+    def tokens() -> Tensor:
+        return scan.q.new_empty((batch, heads, count, dim), dtype=operand)
+
+    def numbers(*shape: int) -> Tensor:
+        return scan.q.new_empty(shape, dtype=torch.float32)
+
+    k, v = tokens(), tokens().transpose(1, 2) if camera else scan.v
+    q = tokens() if camera or keep else k
+    rms, growth, placed = activation.rms, numbers(batch, heads, count) if scan.discount else None, None
+    if activation.norm == "full" and rms is None:
+        rms = numbers(batch, count), numbers(batch, count)
+    if keep:
+        slope = torch.empty(scan.k.shape, dtype=scan.between(1), device=scan.k.device) if scan.discount else None
+        placed = Placed(q, tokens(), v, rms, slope, numbers(batch, heads, count) if scan.discount else None)
+    plain = tokens() if scan.normaliser and positions else k
+    return Operands(k, plain, v, q.transpose(1, 2) if camera else scan.q, rms, growth, placed)
+
+
 def prepare(scan: Scan, *, keep: bool = False) -> Operands:
     """Operands of a scan in the operand dtype of its precision; with `keep` what its backward pass takes, too."""
     batch, count, heads, dim = scan.q.shape
     activation, positions, config = scan.activation, scan.positions, scan.configuration
-    camera = positions is not None and positions.matrices is not None
-
-    def empty() -> Tensor:
-        return scan.q.new_empty((batch, heads, count, dim), dtype=config.operand)
-
-    k = empty()
-    plain = empty() if scan.normaliser and positions else k
-    v = empty() if camera else k
-    q = empty() if camera or keep else k
-    kept = empty() if keep else k
-    growth = slope = along = None
-    if scan.discount:
-        growth = scan.q.new_empty((batch, heads, count), dtype=torch.float32)
-        if keep:
-            slope = torch.empty(scan.k.shape, dtype=scan.between(1), device=scan.k.device)
-            along = torch.empty_like(growth)
-    given = rms = activation.rms
-    if activation.norm == "full" and given is None:
-        q_rms = scan.q.new_empty((batch, count), dtype=torch.float32)
-        rms = q_rms, torch.empty_like(q_rms)
+    found, stand_in = _room(scan, keep=keep), scan.decay
+    placed = found.placed or Placed(found.q, found.k, found.v, None, None, None)
     q_weight, k_weight = activation.weights
-    tables, stand_in = positions.tables if positions else None, scan.decay
+    tables = positions.tables if positions else None
     matrices = positions.matrices if positions and positions.matrices else (stand_in, stand_in)
     group = min(config.prepare_heads, triton.next_power_of_2(heads))
     _prepare_kernel[(batch * count,)](
@@ -229,20 +235,20 @@ def prepare(scan: Scan, *, keep: bool = False) -> Operands:
         scan.k,
         scan.v,
         scan.beta,
-        *(given or (stand_in, stand_in)),
+        *(activation.rms or (stand_in, stand_in)),
         stand_in if q_weight is None else q_weight,
         stand_in if k_weight is None else k_weight,
         *matrices,
         *(tables or (stand_in, stand_in)),
-        q,
-        *(rms or (stand_in, stand_in)),
-        k,
-        plain,
-        v,
-        stand_in if growth is None else growth,
-        kept,
-        stand_in if slope is None else slope,
-        stand_in if along is None else along,
+        placed.q,
+        *(found.rms or (stand_in, stand_in)),
+        found.k,
+        found.plain,
+        found.v,
+        stand_in if found.growth is None else found.growth,
+        placed.k,
+        stand_in if placed.slope is None else placed.slope,
+        stand_in if placed.along is None else placed.along,
         heads,
         scan.frames,
         scan.tokens,
@@ -258,7 +264,7 @@ def prepare(scan: Scan, *, keep: bool = False) -> Operands:
         HEADS=group,
         GROUPS=triton.cdiv(heads, group),
         NORM=NORMS[activation.norm],
-        GIVEN=given is not None,
+        GIVEN=activation.rms is not None,
         Q_WEIGHTED=q_weight is not None,
         K_WEIGHTED=k_weight is not None,
         RELU=activation.relu,
@@ -269,7 +275,4 @@ def prepare(scan: Scan, *, keep: bool = False) -> Operands:
         PRECISION=config.dot,
         num_warps=config.prepare_warps,
     )
-    placed_v = v.transpose(1, 2) if camera else scan.v
-    placed_q = q.transpose(1, 2) if camera else scan.q
-    placed = Placed(q, kept, placed_v, rms, slope, along) if keep else None
-    return Operands(k, plain, placed_v, placed_q, rms, growth, placed)
+    return found
