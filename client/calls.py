@@ -25,7 +25,7 @@ from longtake.api_schemas.resources import (
 )
 from longtake.api_schemas.trajectory import TrajectoryOptions
 from longtake.client.answers import content, model, nothing
-from longtake.client.inputs import Beginning, File, Frames, Move, given, read, read_all, read_image
+from longtake.client.inputs import Beginning, File, Frames, Move, given, read, read_all, read_image, require_known
 from longtake.client.problems import problem_of
 
 T = TypeVar("T")
@@ -121,6 +121,7 @@ def ready() -> Call[Readiness]:
 
 def create(image: File, **beginning: Unpack[Beginning]) -> Call[Session]:
     """Begin a session."""
+    require_known(beginning, Beginning)
     request = CreateSession.model_validate(given(beginning.items(), frozenset(CreateSession.model_fields)))
     headers = _keyed(beginning.get("key"))
     files = (("image", ("image", read_image(image))),)
@@ -218,6 +219,9 @@ def video(session_id: str) -> Call[None]:
 def _advance(
     session_id: str, frames: Frames | None, move: Move, accept: str, parse: Callable[[httpx.Response], T]
 ) -> Call[T]:
+    require_known(move, Move)
+    if move.get("options") is not None and move.get("trajectory") is None:
+        raise TypeError("options say how a trajectory is read, and there is none")
     camera = given(move.items(), CAMERA_FIELDS)
     files: list[Part] = [("frames", ("frame", each)) for each in read_all(frames)]
     if (trajectory := move.get("trajectory")) is not None:

@@ -4,6 +4,7 @@ import base64
 import os
 import re
 from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Protocol, TypedDict, runtime_checkable
 
@@ -109,6 +110,14 @@ def plain(value: object) -> object:
     if value is None or isinstance(value, str | int | float):
         return value
     return value.tolist() if isinstance(value, Array) else value
+
+
+def require_known(arguments: Iterable[str], kind: type) -> None:
+    """Raises `TypeError` for an argument that a TypedDict of them has not."""
+    for name in arguments:
+        if name not in kind.__annotations__:
+            likely = get_close_matches(name, kind.__annotations__, 1)
+            raise TypeError(f"unexpected keyword argument {name!r}" + "".join(f"; did you mean {x!r}?" for x in likely))
 
 
 def given(values: Iterable[tuple[str, object]], names: frozenset[str]) -> dict[str, object]:

@@ -79,7 +79,7 @@ def digests(client: Client, session: str) -> list[tuple[str, str]]:
 def begin(client: Client) -> str:
     """A session from the shipped first frame."""
     with as_file(files("longtake.server") / "assets" / "courtyard.png") as image:
-        return client.create(image, prompt="a courtyard", seed=7).id
+        return client.create(image, seed=7).id
 
 
 def path(start: int, count: int) -> list[list[list[float]]]:

@@ -78,9 +78,9 @@ def obstacle(*tensors: Tensor, dim: int = OCTET, trained: Sequence[Tensor] = ())
         return f"a tensor on {tensors[0].device} needs TRITON_INTERPRET=1, set before triton is imported"
     for x in tensors:
         if x.dtype not in OPERAND_DTYPES:
-            return f"a tensor {tuple(x.shape)} of {x.dtype} is nothing for them"
+            return f"a tensor {tuple(x.shape)} of {x.dtype} is nothing for them: they take fp32, bf16 and fp16"
         if wants_gradient(x) and not any(x is y for y in trained):
-            return f"they give no gradient, which a tensor {tuple(x.shape)} wants"
+            return f"they give no gradient, which a tensor {tuple(x.shape)} wants: take backend='reference'"
     return None
 
 

@@ -5,6 +5,9 @@ from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
+from torch.library import CustomOpDef  # type: ignore[attr-defined]
+
+from longtake.kernels.backend import BackendError
 
 KINDS: dict[object, str] = {
     Tensor: "Tensor",
@@ -32,6 +35,15 @@ def schema(arguments: Sequence[Fields], mutated: Sequence[str], results: int) ->
 def or_nothing(x: Tensor | None, like: Tensor) -> Tensor:
     """The tensor, or an empty one in fp32: operators return no None."""
     return like.new_empty(0, dtype=torch.float32) if x is None else x
+
+
+def refuse_second_gradient(operator: CustomOpDef) -> None:
+    """Let a gradient of what an operator of a backward pass gives raise `BackendError`."""
+
+    def refuse(*_: object) -> None:
+        raise BackendError("the kernels give no gradient of a gradient: take backward='reference'")
+
+    operator.register_autograd(refuse)
 
 
 def reference_gradients(

@@ -412,6 +412,25 @@ def test_what_no_server_takes_is_not_sent(connect: Connect, move: dict[str, obje
     assert not script.requests
 
 
+@pytest.mark.parametrize(
+    ("move", "message"),
+    [
+        ({"actions": "w-24", "seed": 3}, "argument 'seed'$"),
+        ({"actions": "w-24", "promt": "a tower"}, "'promt'; did you mean 'prompt'?"),
+        ({"actions": "w-24", "options": TrajectoryOptions(start=0)}, "options say how a trajectory is read"),
+    ],
+)
+def test_an_argument_that_would_be_ignored_is_refused(connect: Connect, move: dict[str, object], message: str) -> None:
+    script = Script()
+    client = connect(script)
+    for call in (client.generate, lambda *a, **b: list(client.stream(*a, **b))):
+        with pytest.raises(TypeError, match=message):
+            call(SESSION, **move)
+    with pytest.raises(TypeError, match="'promt'"):
+        client.create(b"", promt="a tower")
+    assert not script.requests
+
+
 def test_the_client_imports_nothing_of_the_server() -> None:
     code = "import sys, longtake.client; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()

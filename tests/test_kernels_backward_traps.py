@@ -6,7 +6,7 @@ import torch
 from kernel_checks import BF16, DEVICE, FP32, Shape
 from scan_modes import SCANS, draw
 
-from longtake.kernels import Precision, gdn_scan, ttt_linear
+from longtake.kernels import BackendError, Precision, gdn_scan, ttt_linear
 
 SMALL, TINY = Shape(1, 3, 7, 2, 16), Shape(1, 2, 2, 1, 16)
 TURNED = {"gdn": "both full weights turned state", "branch": "both weights state chunks"}
@@ -36,6 +36,8 @@ def penalised(name: str, **backends: str) -> torch.Tensor:
 def test_a_gradient_of_a_gradient_comes_from_the_reference(name: str) -> None:
     found, true = penalised(name, backend="triton", backward="reference"), penalised(name, backend="reference")
     torch.testing.assert_close(found, true, rtol=1e-4, atol=1e-5 * float(true.abs().max()))
+    with pytest.raises(BackendError, match="take backward='reference'"):
+        penalised(name, backend="triton")
 
 
 def test_a_gradient_of_a_gradient_of_ttt_linear_comes_from_the_reference() -> None:
@@ -51,6 +53,8 @@ def test_a_gradient_of_a_gradient_of_ttt_linear_comes_from_the_reference() -> No
 
     true = penalty(backend="reference")
     torch.testing.assert_close(penalty(backend="triton", backward="reference"), true, rtol=1e-3, atol=1e-4)
+    with pytest.raises(BackendError, match="take backward='reference'"):
+        penalty(backend="triton")
 
 
 def test_autocast_changes_no_gradient_of_the_reference() -> None:

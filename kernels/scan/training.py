@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from longtake.kernels.backend import on_device_of
-from longtake.kernels.operators import or_nothing, reference_gradients, schema
+from longtake.kernels.operators import or_nothing, reference_gradients, refuse_second_gradient, schema
 from longtake.kernels.scan.backward.launch import Upstream, scan_gradients
 from longtake.kernels.scan.configurations import Precision
 from longtake.kernels.scan.inputs import Activation, Direction, Norm, Positions, Scan
@@ -229,6 +229,7 @@ _scan_backward = torch.library.custom_op(
 )
 _scan_with_gradient.register_fake(_fake)
 _scan_backward.register_fake(_fake_backward)
+refuse_second_gradient(_scan_backward)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:  # noqa: ANN401

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from longtake.kernels.backend import on_device_of
-from longtake.kernels.operators import reference_gradients
+from longtake.kernels.operators import reference_gradients, refuse_second_gradient
 from longtake.kernels.ttt import backward as kernels_backward
 from longtake.kernels.ttt import reference
 from longtake.kernels.ttt.inputs import TttInputs
@@ -113,3 +113,4 @@ def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]
 
 
 ttt_scan.register_autograd(_differentiate, setup_context=_save)
+refuse_second_gradient(ttt_scan_backward)
