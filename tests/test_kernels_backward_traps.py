@@ -135,3 +135,26 @@ def test_what_no_frame_absorbs_reaches_no_other_frame(name: str) -> None:
         gdn_scan(**given, backend="triton", precision="ieee").out.square().sum().backward()
         frames.append([given["k"].grad[:, 2:], given["v"].grad[:, 2:], given["beta"].grad[:, :, 1:]])
     assert all(torch.equal(one, other) for one, other in zip(*frames, strict=True))
+
+
+@pytest.mark.parametrize("name", ["v", "beta"])
+@pytest.mark.parametrize(("scan", "features"), [("gdn", "reverse head weights"), ("branch", "reverse weights")])
+def test_what_no_frame_absorbs_has_no_gradient_whatever_it_holds(scan: str, features: str, name: str) -> None:
+    x = draw(scan, TINY, FP32, features)
+    found = []
+    for value in (1.0, float("nan")):
+        spoilt = x | {name: x[name].clone()}
+        first = spoilt[name][:, :2] if name == "v" else spoilt[name][:, :, 0]
+        first[..., :1] = value
+        found.append(gradients.gradients(scan, spoilt, backend="triton", precision="ieee"))
+    assert all(torch.equal(y, found[1][key]) for key, y in found[0].items())
+
+
+@pytest.mark.parametrize("direction", ["both", "reverse"])
+def test_first_frames_of_chunks_may_leave_out_the_very_first(direction: str) -> None:
+    x = draw("gdn", TINY, FP32, direction)
+    starts = (torch.tensor(given, device=DEVICE) for given in ([1], [0, 1]))
+    one, other = (
+        gradients.gradients("gdn", x | {"chunk_starts": y}, backend="triton", precision="ieee") for y in starts
+    )
+    assert all(torch.equal(one[key], other[key]) for key in one)

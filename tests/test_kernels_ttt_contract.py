@@ -166,6 +166,7 @@ MISFITS = {
         f"eps-of-{eps}": ({"eps": eps}, "eps must be finite and positive")
         for eps in (0.0, -1e-6, float("nan"), float("inf"))
     },
+    "eps-of-nothing": ({"eps": 1e-46}, "eps must be 1.18e-38 at least"),
     "short-chunks": ({"chunk_size": 8}, "chunk_size must be a power of two"),
     "odd-chunks": ({"chunk_size": 48}, "chunk_size must be a power of two"),
     "one-state": ({"initial_state_bias": None}, "come together"),

@@ -11,6 +11,8 @@ from longtake.kernels.checks import FLOATS, FP32, require, require_tensor, requi
 
 MIN_CHUNK = 16
 LENGTHS = (torch.int64, torch.int32)
+LEAST_EPS = torch.finfo(torch.float32).tiny
+"""Less may be nothing in fp32, and a padded row has no variance."""
 
 
 class TttInputs(NamedTuple):
@@ -81,6 +83,8 @@ def _check_numbers(x: TttInputs) -> None:
     for name, number in (("scale", x.scale), ("eps", x.eps)):
         if not 0 < number < math.inf:
             raise ValueError(f"{name} must be finite and positive, got {number}")
+    if x.eps < LEAST_EPS:
+        raise ValueError(f"eps must be {LEAST_EPS:.3g} at least, got {x.eps}")
     size = x.chunk_size
     if not isinstance(size, int) or size < MIN_CHUNK or size & (size - 1):
         raise ValueError(f"chunk_size must be a power of two, {MIN_CHUNK} at least, got {size}")

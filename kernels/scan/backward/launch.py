@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from longtake.kernels.scan.backward.activation import raw_gradients
-from longtake.kernels.scan.backward.combine import combine
-from longtake.kernels.scan.backward.keys import key_gradients
+from longtake.kernels.scan.backward.combine import Combined, combine
+from longtake.kernels.scan.backward.keys import KeyGradients, key_gradients
 from longtake.kernels.scan.backward.queries import query_gradients
 from longtake.kernels.scan.backward.recall import recall
 from longtake.kernels.scan.backward.receive import receive
@@ -37,6 +37,24 @@ class Gradients(NamedTuple):
     state: Memory | None
 
 
+def _never_absorbed(scan: Scan, starts: Tensor | None) -> Tensor | None:
+    """Frames that no memory absorbs: in a reverse scan the first of every chunk, [C] int64, else None."""
+    if scan.direction != "reverse":
+        return None
+    first = scan.decay.new_zeros(1, dtype=torch.int64)
+    return first if starts is None else torch.cat((first, starts.long()))
+
+
+def _take_back(scan: Scan, frames: Tensor, combined: Combined, keys: KeyGradients) -> None:
+    """Zero what came to frames that are never absorbed: a product with NaN, which they may hold, is NaN."""
+    for x in (combined.decay, combined.growth, keys.beta):
+        if x is not None:
+            x.index_fill_(2, frames, 0)
+    for x in (keys.k.grad, keys.k.along, keys.v):
+        if x is not None:
+            x.view(-1, scan.frames, scan.tokens, *x.shape[2:]).index_fill_(1, frames, 0)
+
+
 def scan_gradients(
     scan: Scan,
     saved: Saved,
@@ -46,10 +64,9 @@ def scan_gradients(
     starts: Tensor | None,
 ) -> Gradients:
     """Gradients of a scan whose reads were not mapped back into ray frames; its RMS is computed inside."""
-    if scan.direction == "reverse":  # the first frames of chunks are never absorbed, whatever they hold
-        first = scan.decay.new_zeros(1, dtype=torch.int64) if starts is None else starts.long()
+    placed, first = saved.placed, _never_absorbed(scan, starts)
+    if first is not None:
         scan = scan._replace(decay=scan.decay.index_fill(2, first, 0))
-    placed = saved.placed
     grad, denominator_grad, final_grad = upstream
     grad = grad.to(scan.configuration.operand)  # once, as products take it twice
     recalled = recall(
@@ -64,6 +81,8 @@ def scan_gradients(
     combined = combine(scan, recalled, saved, state=state)
     queries = query_gradients(scan, saved, combined.read, grad, denominator_grad)
     keys = key_gradients(scan, saved, recalled, combined, state=state)
+    if first is not None:
+        _take_back(scan, first, combined, keys)
     q, q_weight = raw_gradients(scan, 0, queries, placed)
     k, k_weight = raw_gradients(scan, 1, keys.k, placed, combined.growth)
     return Gradients(
