@@ -83,6 +83,11 @@ class Directory:
         known = self._client.run("SET", key, msgspec.msgpack.encode(pair), "NX", "GET", "EX", CLAIM_SECONDS)
         return pair if known is None else _pair(known)
 
+    def claimed(self, route_key: str) -> tuple[str, str] | None:
+        """What a route key is bound to."""
+        known = self._client.run("GET", self._claim_key(route_key))
+        return None if known is None else _pair(known)
+
     def keep_claim(self, session: SessionRecord) -> None:
         """The claim that a session was created under lapses no more."""
         if (claim := self._claim_of(session)) is not None:

@@ -219,6 +219,14 @@ class MemoryStore:
                 return self.claim(route_key, fingerprint, session_id)
             return bound.fingerprint, bound.session_id
 
+    def claimed(self, route_key: str) -> bool:
+        """See `Store.claimed`."""
+        with self._lock:
+            claim = self._claims.get(route_key)
+            if claim is None or _is_over(claim.expires, self._clock()):
+                return False
+            return not self._has_expired(claim.session_id)
+
     def littered(self, limit: int = 100) -> list[str]:
         """See `Store.littered`."""
         with self._lock:

@@ -228,6 +228,9 @@ class Store(Protocol):
         is `route_key` is deleted or expires; 24 hours if that is not created.
         """
 
+    def claimed(self, route_key: str) -> bool:
+        """Whether `claim` would find this idempotency key bound."""
+
     def list(self, limit: int, after: Place | None = None, owner: str = "") -> list[Place]:
         """An owner's sessions, newest first, at most `limit`, from behind `after` on, which need not be there."""
 

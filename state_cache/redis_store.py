@@ -3,6 +3,7 @@
 import logging
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import cast
 
 from longtake.state_cache.blobs import names_in
@@ -17,6 +18,7 @@ from longtake.state_cache.errors import (
     ChunkNotFound,
     HeadConflict,
     SchemaError,
+    SessionExists,
     SessionNotFound,
 )
 from longtake.state_cache.failpoints import failpoint
@@ -92,22 +94,15 @@ class RedisStore:
     def create(self, session: SessionRecord, cursor: Cursor) -> None:
         """See `Store.create`."""
         arguments = (*_beginning(session, cursor), encode_path(()), *_names(session, cursor))
-        # listed first: a session that exists unseen would be worse than a listed one that does not exist
-        self._directory.add(session)
-        try:
+        with self._listed(session):
             self._create(self._keys(session.id), *arguments)
-        except BlobsMissing:
-            self._directory.remove(session.id, session.owner)
-            raise
-        self._directory.keep_claim(session)
 
     def fork(self, child: SessionRecord, source: Head, cursor: Cursor) -> None:
         """See `Store.fork`."""
         assert child.parent is not None
         parent = self._keys(child.parent.session_id)
         path = cut(spans(child.parent.session_id, source), child.parent.chunk + 1)
-        self._directory.add(child)
-        try:
+        with self._listed(child):
             self._fork(
                 self._keys(child.id),
                 *_beginning(child, cursor),
@@ -118,10 +113,6 @@ class RedisStore:
                 *_names(child, cursor),
                 more=(parent.session, parent.head),
             )
-        except (BlobsMissing, HeadConflict, SessionNotFound):
-            self._directory.remove(child.id, child.owner)
-            raise
-        self._directory.keep_claim(child)
 
     def acquire(self, session_id: str, holder: Holder, lease_s: float, fence: Fence | None = None) -> Lease:
         """See `Store.acquire`."""
@@ -261,8 +252,15 @@ class RedisStore:
         """See `Store.claim`."""
         bound = self._directory.claim(route_key, fingerprint, session_id)
         if self._drop_expired(bound[1]):
-            bound = self._directory.claim(route_key, fingerprint, session_id)
+            return self._directory.claim(route_key, fingerprint, session_id)
+        if bound[1] != session_id:
+            self._keep_claim(bound[1])
         return bound
+
+    def claimed(self, route_key: str) -> bool:
+        """See `Store.claimed`."""
+        bound = self._directory.claimed(route_key)
+        return bound is not None and not self._drop_expired(bound[1])
 
     def list(self, limit: int, after: Place | None = None, owner: str = "") -> list[Place]:
         """See `Store.list`."""
@@ -313,6 +311,27 @@ class RedisStore:
     def close(self) -> None:
         """See `Store.close`."""
         self._client.close()
+
+    @contextmanager
+    def _listed(self, session: SessionRecord) -> Iterator[None]:
+        """List a session that the script within begins, and keep its claim once it is there."""
+        # listed first: a session that exists unseen would be worse than a listed one that does not exist
+        self._directory.add(session)
+        try:
+            yield
+        except SessionExists:
+            self._directory.keep_claim(session)
+            raise
+        except (BlobsMissing, HeadConflict, SessionNotFound):
+            self._directory.remove(session.id, session.owner)
+            raise
+        failpoint("claim.keep")
+        self._directory.keep_claim(session)
+
+    def _keep_claim(self, session_id: str) -> None:
+        """Keep the claim of a session that is there: the server that began it may have died before it did."""
+        with suppress(SchemaError, SessionNotFound):
+            self._directory.keep_claim(self.read(session_id)[0])
 
     def _keys(self, session_id: str) -> Keys:
         return Keys(self._prefix, lineage_of(session_id), session_id)

@@ -1,5 +1,7 @@
 """Forks and rewinds that come again: done once, answered alike, whatever was lost on the way."""
 
+import asyncio
+
 import httpx
 import pytest
 from branch_calls import branch, fork, log, rewind, state
@@ -46,6 +48,37 @@ async def test_a_fork_that_is_repeated_is_made_once(quick: httpx.AsyncClient, me
     unkeyed = [await fork(quick, parent, 0) for _ in range(2)]
     elsewhere = await branch(quick, unkeyed[0], "fork", from_chunk=0, seed=9, key="f")
     assert len({*unkeyed, elsewhere.json()["links"]["self"], first.json()["links"]["self"]}) == 4
+
+
+async def test_a_refused_fork_binds_no_key(quick: httpx.AsyncClient) -> None:
+    """While the one that was made holds it, wherever the parent stands since."""
+    parent = await begin(quick)
+    await post(quick, parent, path(48))
+    for _ in range(2):
+        refused = await branch(quick, parent, "fork", from_chunk=2, key="f")
+        assert (refused.status_code, refused.json()["code"]) == (404, "chunk_not_found")
+    made = await branch(quick, parent, "fork", from_chunk=1, key="f")
+    assert (made.status_code, made.json()["next_chunk"]) == (201, 2)
+    await rewind(quick, parent, -1)
+    again = await branch(quick, parent, "fork", from_chunk=1, key="f")
+    assert (again.content, again.headers["Idempotent-Replayed"]) == (made.content, "true")
+    for chunk in (-1, 2):
+        other = await branch(quick, parent, "fork", from_chunk=chunk, key="f")
+        assert (other.status_code, other.json()["code"]) == (422, "idempotency_key_reused")
+
+
+async def test_two_servers_fork_under_one_key_at_once(quick: httpx.AsyncClient, memory: MemoryStore) -> None:
+    parent = await begin(quick)
+    await post(quick, parent, path(24))
+    other = Engine(ToyModel(), memory, Limits())
+    async with client_of(other) as there:
+        await asyncio.gather(*(branch(http, parent, "fork", from_chunk=0, key="f") for http in (quick, there)))
+        answers = [await branch(http, parent, "fork", from_chunk=0, key="f") for http in (quick, there)]
+    other.close()
+    assert [answer.status_code for answer in answers] == [201, 201]
+    forks = (await state(quick, parent))["forks"]
+    assert forks == [{"id": answers[0].json()["id"], "from_chunk": 0}]
+    assert answers[0].content == answers[1].content
 
 
 async def test_a_rewind_that_is_repeated_is_done_once(quick: httpx.AsyncClient, memory: MemoryStore) -> None:

@@ -285,6 +285,47 @@ def test_a_claim_lapses_unless_its_session_is_created(probe: Probe) -> None:
     assert store.claim("create", "print 1", first) == ("print 2", second)
 
 
+def test_a_claim_that_was_not_kept_with_its_session_is_kept_later(redis_server: str) -> None:
+    """By whoever claims it again, or comes too late to make the session."""
+    probe = RedisProbe(redis_server)
+    store, session_id = probe.store, new_session_id()
+    fork = new_session_id(lineage_of(session_id))
+    begin: dict[str, Callable[[], object]] = {
+        session_id: lambda: make_session(store, session_id, key=session_id),
+        fork: lambda: make_fork(store, session_id, -1, fork, key=fork),
+    }
+    for made, again in begin.items():
+        store.claim(made, "print", made)
+        assert store.claim(made, "print", new_session_id()) == ("print", made)
+        assert probe.claim_lifetime(made) is not None
+        again()
+        probe.set_claim_lifetime(made, 60)
+        assert store.claim(made, "print", new_session_id()) == ("print", made)
+        assert probe.claim_lifetime(made) is None
+        probe.set_claim_lifetime(made, 60)
+        with pytest.raises(SessionExists):
+            again()
+        assert probe.claim_lifetime(made) is None
+    probe.overwrite_session(fork, b"")
+    assert store.claim(fork, "print", new_session_id()) == ("print", fork)
+    probe.close()
+
+
+def test_whether_a_key_is_claimed(probe: Probe) -> None:
+    store, session_id = probe.store, new_session_id()
+    assert not store.claimed("create")
+    store.claim("create", "print", session_id)
+    assert store.claimed("create")
+    probe.set_claim_lifetime("create", 0.001)
+    threading.Event().wait(0.01)
+    assert not store.claimed("create")
+    store.claim("create", "print", session_id)
+    make_session(store, session_id, key="create", ttl_s=60)
+    assert store.claimed("create")
+    probe.set_expiry(session_id, -1)
+    assert not store.claimed("create")
+
+
 def test_the_claim_of_an_expired_session_is_free(probe: Probe) -> None:
     store, new = probe.store, new_session_id()
     old = furnish(store, ttl_s=60)

@@ -36,6 +36,7 @@ from longtake.state_cache import (
     SessionNotFound,
     SessionRecord,
     Store,
+    StoreError,
     failpoint,
     lineage_of,
     new_session_id,
@@ -84,6 +85,7 @@ class Brancher:
         with self._keys.claim(f"fork {session_id}", key):
             claim = hashlib.sha256(f"fork\n{owner}\n{session_id}\n{key}".encode()).hexdigest()
             mine = request_fingerprint(request)
+            await self._calls.call(self._check, session_id, request, claim)
             child_id = await claimed_id(self._calls, claim, mine, child_id)
             named = f"fork:{key}"
             if (made := await self._calls.call(self._answer, child_id, named, mine)) is not None:
@@ -121,16 +123,30 @@ class Brancher:
             raise ProblemError("idempotency_key_reused", "this key was used with another request", "Idempotency-Key")
         return Session.model_validate_json(record.answer)
 
+    def _check(self, session_id: str, request: Fork, claim: str) -> None:
+        """Refuse a fork that can not be made before its key is bound."""
+        try:
+            _insist(lambda: self._start(session_id, request))
+        except (ProblemError, StoreError):
+            # in this order: while a key is free, nobody has made a fork under it
+            if not self._store.claimed(claim):
+                raise
+
+    def _start(self, session_id: str, request: Fork) -> tuple[SessionRecord, Head, Cursor]:
+        """The parent as it stands, and the cursor that its child begins with. Raises as `cursor_after` does."""
+        parent, head, _ = self._store.read(session_id)
+        cursor = cursor_after(self._store, parent, head, request.from_chunk, "from_chunk")
+        if request.seed is not None:
+            cursor = msgspec.structs.replace(cursor, seed=request.seed)
+        return parent, head, cursor
+
     def _fork(self, session_id: str, request: Fork, child_id: str, claim: str | None) -> None:
         """Make the child, unless an earlier attempt has."""
 
         def step() -> None:
             if claim is not None and self._is_there(child_id):
                 return  # whatever has become of the parent since
-            parent, head, _ = self._store.read(session_id)
-            cursor = cursor_after(self._store, parent, head, request.from_chunk, "from_chunk")
-            if request.seed is not None:
-                cursor = msgspec.structs.replace(cursor, seed=request.seed)
+            parent, head, cursor = self._start(session_id, request)
             child = msgspec.structs.replace(
                 parent,
                 id=child_id,

@@ -90,7 +90,13 @@ def sent_to(world: World, take: Take, move: Move, key: str) -> Answer | None:
         return None
 
 
-@pytest.mark.parametrize("step", ["create.before", "create.after"])
+def claims_last(world: World) -> bool:
+    """Whether the keys of all sessions live as long as they do."""
+    raw = world.store.raw
+    return {raw.ttl(key) for key in raw.keys(f"{world.cluster.prefix}:claim:*")} == {-1}
+
+
+@pytest.mark.parametrize("step", ["create.before", "claim.keep", "create.after"])
 def test_power_cut_while_a_session_begins(world: World, step: str) -> None:
     """Fault 3 for creation: one session, however often it is asked for under one key."""
     body = {"image": IMAGE, "seed": 3, "prompt": "a beach"}
@@ -103,6 +109,7 @@ def test_power_cut_while_a_session_begins(world: World, step: str) -> None:
     world.cluster.restart(0)
     answers = [world.player.caller.call("POST", "/v1/sessions", body, key="begin") for _ in range(3)]
     assert len({answer.content for answer in answers}) == 1, answers
+    assert claims_last(world)
     listed = world.player.caller.call("GET", "/v1/sessions").json["data"]
     assert [each["id"] for each in listed] == [answers[0].json["id"]]
     world.player.takes.append(Take(answers[0].json["id"], Truth.begun("a beach", 3), 0.01))
@@ -110,7 +117,7 @@ def test_power_cut_while_a_session_begins(world: World, step: str) -> None:
     world.settle()
 
 
-@pytest.mark.parametrize("step", ["fork.before", "fork.after", "commit.before", "commit.after"])
+@pytest.mark.parametrize("step", ["fork.before", "claim.keep", "fork.after", "commit.before", "commit.after"])
 def test_power_cut_while_a_session_is_forked(world: World, step: str) -> None:
     """Fault 3 for forks: one fork, and the parent is left as it was."""
     take = begun(world)
@@ -126,6 +133,7 @@ def test_power_cut_while_a_session_is_forked(world: World, step: str) -> None:
     answers = [world.player.caller.call("POST", f"{take.path}/fork", body, key="fork") for _ in range(3)]
     assert [answer.status for answer in answers] == [201] * 3, answers
     assert len({answer.content for answer in answers}) == 1
+    assert claims_last(world)
     child = Take(answers[0].json["id"], take.truth.forked(1, 5), 0.02)
     world.player.takes.append(child)
     parent = world.player.caller.call("GET", take.path).json
