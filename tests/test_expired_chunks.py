@@ -116,7 +116,10 @@ async def test_back_to_the_horizon_and_no_further(walked: Walked, how: str, fiel
     back = await walked.http.post(f"{walked.session}/{how}", json={field: oldest})
     assert (back.json()["next_chunk"], back.json()["rewind_from"]) == (walked.horizon, oldest)
     there = back.json()["links"]["self"]
-    assert (await walked.http.get(f"{there}/video")).json()["code"] == "chunk_not_found"
+    none_left = await walked.http.get(f"{there}/video")
+    assert (none_left.status_code, none_left.json()["code"]) == (410, "chunk_expired")
+    assert (none_left.json()["rewind_from"], none_left.json()["errors"]) == (oldest, [])
+    assert (await walked.http.head(f"{there}/video")).status_code == 410
     again = digests(await post(walked.http, there, path(48, start=24 * walked.horizon + 1)))
     whole = [(c["index"], c["frames_digest"], c["state_digest"]) for c in walked.before]
     assert again == whole[walked.horizon : walked.horizon + 2]

@@ -98,6 +98,56 @@ async def test_params_are_given_once(http: httpx.AsyncClient) -> None:
     assert (broken.status_code, broken.json()["code"]) == (400, "malformed_body")
 
 
+def form(*parts: tuple[str, bytes], closed: bytes = b"--x--\r\n") -> bytes:
+    """A multipart body of the boundary x; each part has the parameters of its disposition and its bytes."""
+    head = b"--x\r\nContent-Disposition: form-data; "
+    return b"".join(head + disposition.encode() + b"\r\n\r\n" + data + b"\r\n" for disposition, data in parts) + closed
+
+
+async def send(http: httpx.AsyncClient, address: str, content: bytes, charset: str = "") -> httpx.Response:
+    kind = "multipart/form-data; boundary=x" + (f"; charset={charset}" if charset else "")
+    return await http.post(address, content=content, headers={"content-type": kind})
+
+
+PARAMS = ('name="params"', b'{"camera": {"trajectory": {"format": "tum", "start": 0, "frames": 2}}}')
+TRAJECTORY = ('name="trajectory"; filename="a"', b"0 0 0 0 0 0 0 1\n1 0 0 0 0 0 0 1\n")
+
+
+@pytest.mark.parametrize("parts", [(PARAMS, TRAJECTORY), (TRAJECTORY, PARAMS)], ids=["params first", "params last"])
+async def test_a_body_without_its_end_changes_nothing(
+    http: httpx.AsyncClient, parts: tuple[tuple[str, bytes], ...]
+) -> None:
+    session, whole = await begin(http), form(*parts, closed=b"--x--")
+    before = (await http.get(session)).json()
+    for size in range(len(whole)):
+        answer = await send(http, f"{session}/chunks", whole[:size])
+        assert (answer.status_code, answer.json()["code"]) == (400, "malformed_body"), whole[:size]
+    assert (await http.get(session)).json() == before
+    for end in (b"", b"\r\n"):
+        assert (await send(http, f"{session}/chunks", whole + end)).status_code == 201
+
+
+async def test_an_image_without_its_end_makes_no_session(http: httpx.AsyncClient) -> None:
+    whole = form(('name="params"', b"{}"), ('name="image"; filename="a"', picture()))
+    for size in (len(whole) - 3, len(whole) // 2, 0):
+        answer = await send(http, "/v1/sessions", whole[:size])
+        assert (answer.status_code, answer.json()["code"]) == (400, "malformed_body")
+    assert (await http.get("/v1/sessions")).json()["data"] == []
+
+
+@pytest.mark.parametrize("charset", ["", "utf-8", "latin-1", "utf-16", "undefined", "idna", "rot13", "unknown"])
+async def test_params_are_utf_8_whatever_charset_is_named(http: httpx.AsyncClient, charset: str) -> None:
+    session = await begin(http)
+    for disposition in ('name="params"', 'name="params"; filename="a"'):
+        content = form((disposition, '{"prompt": "é 庭"}'.encode()))
+        assert (await send(http, f"{session}/chunks", content, charset)).status_code == 201
+        assert (await http.get(session)).json()["prompt"] == "é 庭"
+        broken = form((disposition, b'{"prompt": "\xc3\xa9\xff"}'))
+        answer = await send(http, f"{session}/chunks", broken, charset)
+        assert (answer.status_code, answer.json()["code"]) == (400, "malformed_json")
+    assert (await http.get(session)).json()["prompt"] == "é 庭"
+
+
 NUMBERS = {
     "times past any clock": ("tum", b"0 0 0 0 0 0 0 1\n1e308 0 0 0 0 0 0 1\n", {}),
     "times that overflow": ("tum", b"-1e308 0 0 0 0 0 0 1\n1e308 0 0 0 0 0 0 1\n", {}),

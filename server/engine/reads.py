@@ -1,7 +1,8 @@
 """Reading what is committed: sessions, chunks, video, and frames decoded again from their latents."""
 
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
 
 import safetensors.torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from longtake.server.video.images import frames_digest, png_zip
 from longtake.server.video.segments import from_zero
 from longtake.state_cache import (
     DURABILITIES,
+    BlobsMissing,
     ChunkRecord,
     SchemaError,
     SessionNotFound,
@@ -88,24 +90,31 @@ class Reader:
         return from_zero(await self.segment(session_id, record))
 
     async def video(self, session_id: str) -> "Video":
-        """Everything so far as one MP4, from the retention horizon on. Raises `chunk_not_found` while there is none."""
+        """Everything so far as one MP4, from the retention horizon on.
+
+        Raises `chunk_not_found` while there is no chunk, `chunk_expired` when none is left.
+        """
         head = (await self._calls.call(self._store.read, session_id))[1]
         records = await self._calls.call(self._store.chunks, session_id, head.horizon, head.chunk + 1)
         left = [record for record in records if not record.expired]
+        if not left and (records or head.horizon):
+            raise await self._calls.call(self._expired, session_id, "all chunks so far have expired", None)
         if not left:
             raise ProblemError("chunk_not_found", "the session has no chunk yet")
         return Video(self, session_id, left, f'W/"{head.revision}-{left[0].index}"')
 
     async def latents(self, session_id: str, index: int) -> bytes:
         """The clean latents [1,C,3,h,w] of a chunk as a safetensors file. Raises `chunk_not_found`, `chunk_expired`."""
-        record = await self._whole(session_id, await self._calls.call(self._store.chunk, session_id, index))
-        tensors = await self._calls.call(load_tensors, self._store, session_id, record.latents)
+        record = await self._calls.call(self._store.chunk, session_id, index)
+        tensors = await self._calls.call(self._latents, session_id, record)
         return await self._workers.io(safetensors.torch.save, tensors)
 
     async def segment(self, session_id: str, record: ChunkRecord) -> bytes:
-        """Initialisation and media of one chunk, at its place in the take. Raises `chunk_expired`."""
-        segment = (await self._whole(session_id, record)).segment
-        return await self._calls.call(load_file, self._store, session_id, segment)
+        """Initialisation and media of one chunk, at its place in the take.
+
+        Raises `chunk_expired`, `chunk_not_found` when a rewind has taken the chunk away.
+        """
+        return await self._calls.call(self._segment, session_id, record)
 
     async def frames(self, session_id: str, index: int) -> bytes:
         """A zip of a chunk's frames as PNG, bit for bit those of `frames_digest`.
@@ -121,22 +130,45 @@ class Reader:
                 raise ProblemError("chunk_not_found", "the session has no such chunk", "index")
             if any(record.expired for record in records):
                 detail = f"the frames need the latents of chunks {first} to {index}, and some have expired"
-                raise await self._expired(session_id, detail)
+                raise await self._calls.call(self._expired, session_id, detail)
             conditions, latents = await self._calls.call(self._inputs, session_id, records)
             frames, _ = await self._workers.compute(self._model.decode, conditions, first, latents)
             if frames_digest(frames) != records[-1].frames_digest:
                 raise ProblemError("state_diverged", "this server decodes other frames than those committed")
             return await self._workers.io(png_zip, frames, len(frames) * index + 1)
 
-    async def _whole(self, session_id: str, record: ChunkRecord) -> ChunkRecord:
-        """The record, if it has all of its blobs. Raises `chunk_expired`."""
-        if record.expired:
-            raise await self._expired(session_id, f"of chunk {record.index} only the digests are left")
-        return record
+    def _segment(self, session_id: str, record: ChunkRecord) -> bytes:
+        with self._whole(session_id, [record]):
+            return load_file(self._store, session_id, record.segment)
 
-    async def _expired(self, session_id: str, detail: str) -> ProblemError:
-        head = (await self._calls.call(self._store.read, session_id))[1]
-        return ProblemError("chunk_expired", detail, "index", extra={"rewind_from": head.horizon - 1})
+    def _latents(self, session_id: str, record: ChunkRecord) -> dict[str, Tensor]:
+        with self._whole(session_id, [record]):
+            return load_tensors(self._store, session_id, record.latents)
+
+    @contextmanager
+    def _whole(self, session_id: str, records: list[ChunkRecord]) -> Iterator[None]:
+        """For loading what these records name: blobs that are missing are damage only if the records stand as they did.
+
+        Raises `chunk_expired`; `chunk_not_found`, `SessionNotFound` when they were taken away since they were read.
+        """
+        self._check_whole(session_id, records)
+        try:
+            yield
+        except BlobsMissing:
+            present = [self._store.chunk(session_id, record.index) for record in records]
+            self._check_whole(session_id, present)
+            if present != records:
+                raise ProblemError("chunk_not_found", "a rewind has taken the chunk away", "index") from None
+            raise
+
+    def _check_whole(self, session_id: str, records: list[ChunkRecord]) -> None:
+        for record in records:
+            if record.expired:
+                raise self._expired(session_id, f"of chunk {record.index} only the digests are left")
+
+    def _expired(self, session_id: str, detail: str, field: str | None = "index") -> ProblemError:
+        head = self._store.read(session_id)[1]
+        return ProblemError("chunk_expired", detail, field, extra={"rewind_from": head.horizon - 1})
 
     def _inputs(self, session_id: str, records: list[ChunkRecord]) -> tuple[Conditions, list[Tensor]]:
         session = self._store.read(session_id)[0]
@@ -144,10 +176,11 @@ class Reader:
             raise ProblemError(
                 "model_mismatch", "the session was made with other weights and its frames can not be decoded"
             )
-        conditions = Conditions.from_tensors(load_tensors(self._store, session_id, session.conditions))
         for record in records:
             check_contents(record, session)
-        return conditions, [load_tensors(self._store, session_id, record.latents)["latents"] for record in records]
+        with self._whole(session_id, records):
+            conditions = Conditions.from_tensors(load_tensors(self._store, session_id, session.conditions))
+            return conditions, [load_tensors(self._store, session_id, record.latents)["latents"] for record in records]
 
     async def status(self) -> StoreStatus:
         """How the store is."""
@@ -185,7 +218,7 @@ class Video:
         """Bytes."""
         return sum(stop - start for _, start, stop in self._parts())
 
-    async def pieces(self, start: int, stop: int) -> AsyncIterator[bytes]:
+    async def pieces(self, start: int, stop: int) -> AsyncGenerator[bytes, None]:
         """The file's bytes start…stop-1, a chunk at a time."""
         offset = 0
         for record, first, last in self._parts():

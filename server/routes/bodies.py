@@ -1,6 +1,7 @@
 """Request bodies: JSON, or multipart with the same JSON in the part `params` and files beside it."""
 
 import email.message
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -9,8 +10,10 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import FormData, UploadFile
+from starlette.formparsers import MultiPartException
 
 from longtake.api_schemas.problems import ProblemError
+from longtake.server.routes.multipart import BYTES_AS_TEXT, WholeParser
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -51,21 +54,33 @@ class Body:
 async def read_body(request: Request, parts: frozenset[str]) -> Body:
     """Read a JSON body, or a multipart one whose file parts are among `parts`.
 
-    Raises `ProblemError`: `unsupported_media_type`, `malformed_json`, `invalid_request` naming the part.
+    Raises `ProblemError`: `unsupported_media_type`, `malformed_body`, `invalid_request` naming the part.
     """
     kind = _media_type(request)
     if kind == "application/json":
         return Body(await request.body(), {})
     if kind != "multipart/form-data":
         raise ProblemError("unsupported_media_type", "send application/json or multipart/form-data")
-    async with request.form(max_files=MAX_FILES, max_fields=1, max_part_size=MAX_PARAMS_BYTES) as form:
+    form = await _form(request)
+    try:
         return await _from_form(form, parts)
+    finally:
+        await form.close()
 
 
 def _media_type(request: Request) -> str:
     message = email.message.Message()
     message["content-type"] = request.headers.get("content-type", "")
     return message.get_content_type() if message["content-type"] else ""
+
+
+async def _form(request: Request) -> FormData:
+    async with aclosing(request.stream()) as stream:
+        parser = WholeParser(request.headers, stream, max_files=MAX_FILES, max_fields=1, max_part_size=MAX_PARAMS_BYTES)
+        try:
+            return await parser.parse()
+        except MultiPartException as error:
+            raise ProblemError("malformed_body", error.message) from error
 
 
 async def _from_form(form: FormData, parts: frozenset[str]) -> Body:
@@ -75,7 +90,7 @@ async def _from_form(form: FormData, parts: frozenset[str]) -> Body:
         if name == "params":
             if params is not None:
                 raise ProblemError("invalid_request", "give the JSON once", "params")
-            params = await value.read() if isinstance(value, UploadFile) else value.encode()
+            params = await value.read() if isinstance(value, UploadFile) else value.encode(BYTES_AS_TEXT)
         elif name not in parts or not isinstance(value, UploadFile):
             detail = f"the file parts of this request are: {', '.join(sorted(parts))}; its JSON goes into params"
             raise ProblemError("invalid_request", detail, "body")

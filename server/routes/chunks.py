@@ -1,6 +1,5 @@
 """`/v1/sessions/{id}/chunks`: go on with a take, and read what was made."""
 
-import logging
 from collections.abc import AsyncGenerator
 from typing import Annotated
 
@@ -11,11 +10,9 @@ from longtake.api_schemas.resources import Advanced, Chunk, ChunkList, PostChunk
 from longtake.server.engine.command import Uploads
 from longtake.server.engine.engine import Engine
 from longtake.server.routes.bodies import body_schema, read_body
-from longtake.server.routes.leaving import CutResponse, begun, while_connected
+from longtake.server.routes.leaving import CutResponse, begun, cut_by, while_connected
 from longtake.server.routes.negotiation import wants_video
 from longtake.server.routes.parameters import ChunkIndex, EngineOf, IdempotencyKey, SessionId, problems
-
-log = logging.getLogger(__name__)
 
 router = APIRouter(prefix="/v1/sessions/{session_id}/chunks", tags=["chunks"])
 
@@ -62,11 +59,7 @@ async def _streamed(request: Request, engine: Engine, pieces: AsyncGenerator[byt
     if all_pieces is None:
         return Response(status_code=204)
 
-    def cut(problem: ProblemError) -> None:
-        engine.metrics.problems.labels(problem.code).inc()
-        log.warning("a stream was cut: %s", problem)
-
-    return CutResponse(all_pieces, "video/mp4", cut)
+    return CutResponse(all_pieces, "video/mp4", cut_by(engine, "a stream"))
 
 
 @router.get("", operation_id="listChunks", responses=problems(404, 422, 503))

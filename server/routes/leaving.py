@@ -1,6 +1,7 @@
 """Clients that go away: what was done for them stops, and what it held is freed."""
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import TypeVar
@@ -11,6 +12,9 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from longtake.api_schemas.problems import ProblemError
+from longtake.server.engine.engine import Engine
+
+log = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
@@ -53,6 +57,16 @@ async def begun(request: Request, pieces: AsyncGenerator[bytes, None]) -> AsyncG
     return all_pieces()
 
 
+def cut_by(engine: Engine, what: str) -> Callable[[ProblemError], None]:
+    """Counts the problem that cuts an answer, and logs it with what was cut."""
+
+    def say(problem: ProblemError) -> None:
+        engine.metrics.problems.labels(problem.code).inc()
+        log.warning("%s was cut: %s", what, problem)
+
+    return say
+
+
 class CutResponse(StreamingResponse):
     """A streamed answer that closes its generator when the client leaves, and is cut, not ended, by a problem.
 
@@ -61,6 +75,7 @@ class CutResponse(StreamingResponse):
         media_type: its type.
         on_problem: hears of the problem that cuts it.
         headers: further headers.
+        status: of the answer.
         patience_s: seconds within which the client must take a piece, else the answer is cut; None for any time.
     """
 
@@ -70,9 +85,10 @@ class CutResponse(StreamingResponse):
         media_type: str,
         on_problem: Callable[[ProblemError], None] = lambda _: None,
         headers: Mapping[str, str] | None = None,
+        status: int = 200,
         patience_s: float | None = None,
     ) -> None:
-        super().__init__(pieces, media_type=media_type, headers=headers)
+        super().__init__(pieces, status, headers, media_type)
         self._pieces = pieces
         self._on_problem = on_problem
         self._patience_s = patience_s

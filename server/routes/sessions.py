@@ -7,7 +7,7 @@ from fastapi.responses import StreamingResponse
 
 from longtake.api_schemas.resources import CreateSession, Fork, Rewind, Session, SessionList
 from longtake.server.routes.bodies import body_schema, read_body
-from longtake.server.routes.leaving import CutResponse, begun, while_connected
+from longtake.server.routes.leaving import CutResponse, begun, cut_by, while_connected
 from longtake.server.routes.negotiation import byte_range
 from longtake.server.routes.parameters import EngineOf, IdempotencyKey, OwnerOf, SessionId, problems
 
@@ -133,7 +133,7 @@ async def events(
     responses={
         200: {"content": {"video/mp4": {}}},
         206: {"description": "The part that `Range` asked for.", "content": {"video/mp4": {}}},
-        **problems(404, 416, 422, 500, 503),
+        **problems(404, 410, 416, 422, 500, 503),
     },
 )
 async def video(session_id: SessionId, request: Request, engine: EngineOf) -> Response:
@@ -147,7 +147,9 @@ async def video(session_id: SessionId, request: Request, engine: EngineOf) -> Re
     status = 206 if part else 200
     if request.method == "HEAD":
         return Response(None, status, headers, "video/mp4")
-    return StreamingResponse(file.pieces(start, stop), status, headers, "video/mp4")
+    pieces = await begun(request, file.pieces(start, stop))
+    assert pieces is not None
+    return CutResponse(pieces, "video/mp4", cut_by(engine, "a video"), headers, status)
 
 
 def _say_replayed(response: Response, *, replayed: bool) -> None:
