@@ -152,14 +152,12 @@ def generate(
                 intrinsics_size,
                 pad,
                 output,
+                server,
+                data_dir,
             )
         )
         with _client(server, data_dir) as client:
-            session = run_walk(client, walk, console)
-        options = (("--server", server), ("--data-dir", data_dir), ("-o", output))
-        where = "".join(f" {name} {value}" for name, value in options if value)
-        again = f"go on with: longtake generate --session {session} --actions w-24{where}"
-        console.print(again, highlight=False, markup=False, soft_wrap=True)
+            run_walk(client, walk, console)
 
 
 @app.command()
@@ -339,9 +337,12 @@ def _friendly(out: Console = errors) -> Iterator[None]:
         fail("give a server as a URL: http://127.0.0.1:8000", error, out)
     except httpx.ConnectError as error:
         fail(f"no server answers at {error.request.url.copy_with(path='')}: {error}", error, out)
-    except OSError as error:
+    except (OSError, ProblemError) as error:
         fail(reason(error), error, out)
-    except (ServerProblem, ReplayError, ProblemError, ServerDiedError, StartError, httpx.HTTPError) as error:
+    except ServerProblem as error:
+        key_wanted = f"set {API_KEY_VARIABLE} to one of the server's keys [unauthorized]"
+        fail(key_wanted if error.code == "unauthorized" else str(error), error, out)
+    except (ReplayError, ServerDiedError, StartError, httpx.HTTPError) as error:
         fail(str(error), error, out)
 
 

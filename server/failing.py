@@ -6,6 +6,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from longtake.api_schemas.problems import ProblemError
+
 errors = Console(stderr=True)
 
 
@@ -15,8 +17,11 @@ def fail(why: str, error: Exception, out: Console = errors) -> Never:
     raise typer.Exit(1) from error
 
 
-def reason(error: OSError) -> str:
-    """What went wrong with which file."""
+def reason(error: OSError | ProblemError) -> str:
+    """What went wrong with which file, or with which option."""
+    if isinstance(error, ProblemError):
+        _, _, option = (error.field or "").partition("trajectory.")
+        return f"--{option.replace('_', '-')}: {error.detail}" if option else str(error)
     if error.filename is None or error.strerror is None:
         return str(error)
     if isinstance(error, FileNotFoundError):

@@ -1,6 +1,7 @@
 """`longtake generate`: walk a session along a trajectory file or a string of actions, chunk by chunk."""
 
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -39,6 +40,8 @@ class Walk:
     intrinsics_size: str | None
     pad: bool
     output: Path
+    server: str | None
+    data_dir: Path | None
 
     def __post_init__(self) -> None:
         """What does not go together is said before anything is computed."""
@@ -56,6 +59,12 @@ class Walk:
         for file in (self.image, self.trajectory):
             if file is not None:
                 file.stat()  # says which one is not there
+
+    def command(self, session_id: str, *camera: str) -> str:
+        """The command line that goes on with a session, from the same place into the same file."""
+        options = (("--server", self.server), ("--data-dir", self.data_dir), ("-o", self.output))
+        where = [str(word) for option in options if option[1] for word in option]
+        return shlex.join(("longtake", "generate", "--session", session_id, *camera, *where))
 
 
 def _usage(detail: str, field: str | None = None) -> ProblemError:
@@ -83,6 +92,11 @@ class CameraPath:
             f"a chunk takes {CHUNK_FRAMES} poses, one a new frame, and there are {have}{image}: "
             "give more, or --pad to hold the last one"
         )
+
+    def check_waiting(self, session: Session | None) -> None:
+        """Refuse to fill a chunk for which no pose waits and none comes. Raises `ProblemError`."""
+        if session is not None and not session.pending_poses and self.file_poses is None and not self.keys:
+            raise _usage("no poses wait for a whole chunk: there is nothing to fill", "--pad")
 
     def moves(self, session: Session, frames: int | None, *, pad: bool) -> tuple[list[Move], int]:
         """The camera of the new frames, cut where chunks become whole, and the number of these.
@@ -125,12 +139,14 @@ class CameraPath:
         return self.intrinsics[first:stop]
 
 
-def run_walk(client: Client, walk: Walk, console: Console) -> str:
-    """Create or find the session, post the camera chunk by chunk, and write the video; returns the session's id."""
+def run_walk(client: Client, walk: Walk, console: Console) -> None:
+    """Create or find the session, post the camera chunk by chunk, write the video, and say how to go on."""
     path = read_path(walk)
     session = None if walk.session is None else client.session(walk.session)
     if not walk.pad:
         path.check_whole(session, walk.frames)
+    elif walk.prompt is None:
+        path.check_waiting(session)
     if session is None:
         assert walk.image is not None
         session = client.create(walk.image, **beginning(walk, path.intrinsics))
@@ -143,21 +159,23 @@ def run_walk(client: Client, walk: Walk, console: Console) -> str:
     try:
         post_moves(client, session.id, moves, chunks, console)
     finally:
-        save_walk(client, session.id, walk.output, console)
-    return session.id
+        save_walk(client, session.id, walk, console)
+    go_on = walk.command(session.id, "--actions", "w-24")
+    console.print(f"go on with: {go_on}", highlight=False, markup=False, soft_wrap=True)
 
 
-def save_walk(client: Client, session_id: str, output: Path, console: Console) -> None:
+def save_walk(client: Client, session_id: str, walk: Walk, console: Console) -> None:
     """Write everything so far, and say what waits; also when the walk was interrupted."""
     session = client.session(session_id)
     if session.next_chunk:
-        client.save_video(session_id, output)
-        console.print(f"{output}: {session.next_chunk * CHUNK_FRAMES} frames", highlight=False, soft_wrap=True)
+        client.save_video(session_id, walk.output)
+        console.print(f"{walk.output}: {session.next_chunk * CHUNK_FRAMES} frames", highlight=False, soft_wrap=True)
     else:
         console.print("no chunk is whole yet: nothing was written")
     if session.pending_poses:
         waiting = f"{session.pending_poses} poses wait for a whole chunk of {CHUNK_FRAMES}"
-        console.print(f"{waiting}; fill it with: --session {session_id} --pad", highlight=False, soft_wrap=True)
+        fill = walk.command(session_id, "--pad")
+        console.print(f"{waiting}; fill it with: {fill}", highlight=False, markup=False, soft_wrap=True)
 
 
 def read_path(walk: Walk) -> CameraPath:

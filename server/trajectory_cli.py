@@ -10,6 +10,7 @@ import numpy as np
 import typer
 from pydantic import ValidationError
 from rich.console import Console
+from rich.markup import escape
 
 from longtake.api_schemas.problems import ProblemError
 from longtake.api_schemas.trajectory import (
@@ -79,6 +80,11 @@ def convert(
         with out.open("wb") as stream:
             np.save(stream, trajectory.poses, allow_pickle=False)
         console.print(f"{out}: {len(trajectory.poses)} poses", highlight=False, markup=False, soft_wrap=True)
+        warnings = list(trajectory.resolved.warnings)
+        if trajectory.intrinsics is not None:
+            warnings.append("the file's intrinsics are left out: the .npy holds poses alone")
+        for warning in warnings:
+            console.print(f"[yellow]warning:[/] {escape(warning)}", highlight=False, soft_wrap=True)
 
 
 def describe(resolved: ResolvedTrajectory) -> list[str]:
@@ -146,7 +152,5 @@ def _friendly() -> Iterator[None]:
     """Expected failures end the command with one line instead of a traceback."""
     try:
         yield
-    except OSError as error:
+    except (OSError, ProblemError) as error:
         fail(reason(error), error)
-    except ProblemError as error:
-        fail(str(error), error)

@@ -27,6 +27,7 @@ from longtake.state_cache.errors import StoreError
 _SILENCE_SECONDS = 30.0
 _STOP_SECONDS = 10.0
 _POLL_SECONDS = 0.02
+_TURN_SECONDS = 0.5  # a server that was told to end mostly takes less: only a longer wait is worth a word
 _LONGEST_SOCKET_PATH = 103  # bytes; macOS allows 103, Linux 107
 _FIRST_PAUSE_SECONDS = 0.2
 _LONGEST_PAUSE_SECONDS = 5.0
@@ -260,10 +261,14 @@ def _answer(client: redis.Redis) -> Literal["ready", "loading", "none"]:
 
 
 def _lock(path: Path, patience: float) -> int:
-    give_up = time.monotonic() + patience
+    start, told = time.monotonic(), False
     while (lock := _try_lock(path)) is None:
-        if time.monotonic() > give_up:
-            raise DataDirectoryBusy(f"the data directory {path.parent} is in use by {_holder(path)}")
+        waited = time.monotonic() - start
+        if waited > patience:
+            raise DataDirectoryBusy(_in_use(path))
+        if waited > _TURN_SECONDS and not told:
+            log.warning("%s; waiting up to %.0f s for it to end", _in_use(path), patience)
+            told = True
         time.sleep(_POLL_SECONDS)
     return lock
 
@@ -279,11 +284,11 @@ def _try_lock(path: Path) -> int | None:
     return descriptor
 
 
-def _holder(lock: Path) -> str:
-    """Who holds a lock, and where it answers if it said so."""
+def _in_use(lock: Path) -> str:
+    """Which data directory is in use by whom, and where that one answers if it said so."""
     said = lock.read_text("utf-8", errors="replace").split()
     name = f"process {said[0]} (its store is process {said[1]})" if len(said) > 1 else "another process"
-    return f"{name}, at {said[2]}" if len(said) > 2 else name
+    return f"the data directory {lock.parent} is in use by {name}" + (f", at {said[2]}" if len(said) > 2 else "")
 
 
 def _runtime_dir(data_dir: Path) -> Path:

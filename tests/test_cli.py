@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -67,9 +68,13 @@ def test_generate_and_go_on_and_drop(tmp_path: Path) -> None:
         begin = ("generate", "first.png", "--trajectory", "path.npy", "--intrinsics", "k.npy", "--frames", "30")
         said = longtake(*begin, "--seed", "7", "-o", "a.mp4", *here, cwd=tmp_path)
         assert "chunk 0: queue" in said
-        assert "6 poses wait" in said
         assert frames(tmp_path / "a.mp4") == 24
         session = re.findall(r"session (ses_\w+)", said)[0]
+        where = f"--server {server.url} -o a.mp4"
+        fill, go_on = said.splitlines()[-2:]
+        begins = "6 poses wait for a whole chunk of 24; fill it with: longtake generate --session"
+        assert fill == f"{begins} {session} --pad {where}"
+        assert go_on == f"go on with: longtake generate --session {session} --actions w-24 {where}"
         longtake("generate", "--session", session, "--trajectory", "path.npy", "-o", "b.mp4", *here, cwd=tmp_path)
         assert frames(tmp_path / "b.mp4") == 72
         longtake("generate", "--session", session, "--actions", "a-30", "--pad", "-o", "b.mp4", *here, cwd=tmp_path)
@@ -101,6 +106,20 @@ def test_a_path_without_a_whole_chunk_changes_nothing(tmp_path: Path, url: str) 
         assert frames(tmp_path / "a.mp4") == 24
         assert "3 poses wait" in longtake(*go_on, "--actions", "w-3", "-o", "a.mp4", cwd=tmp_path)
         client.delete(session)
+
+
+def test_what_waits_is_filled_by_the_command_that_is_printed(tmp_path: Path, url: str) -> None:
+    (tmp_path / "first.png").write_bytes(picture())
+    begin = ("generate", "first.png", "--actions", "w-27", "-o", "my take.mp4", "--server", url)
+    hint = re.findall(r"fill it with: longtake (.*)", longtake(*begin, cwd=tmp_path))[0]
+    longtake(*shlex.split(hint), cwd=tmp_path)
+    assert frames(tmp_path / "my take.mp4") == 48
+    (tmp_path / "my take.mp4").unlink()
+    said = longtake(*shlex.split(hint), cwd=tmp_path, fails=True)
+    assert said == "error: --pad: no poses wait for a whole chunk: there is nothing to fill\n"
+    assert not (tmp_path / "my take.mp4").exists()
+    with Client(url) as client:
+        client.delete(shlex.split(hint)[2])
 
 
 def test_fork_rewind_and_the_tree(tmp_path: Path) -> None:
@@ -152,8 +171,11 @@ MISTAKES = {
         "intrinsics_size: give",
     ),
     "unknown model": (["serve", "--model", "huge", "--data-dir", "data2", "--port", "0"], "tiny-untrained"),
+    "unknown device": (["serve", "--device", "tpu", "--data-dir", "data2", "--port", "0"], "error: device: "),
+    "no such device": (["serve", "--device", "cuda", "--data-dir", "data2", "--port", "0"], "finds no device 'cuda'"),
     "address of another": (["serve", "--port", "1", "--host", "192.0.2.1", "--insecure", "--data-dir", "d3"], "--port"),
     "no store there": (["serve", "--state-url", "redis://127.0.0.1:1", "--port", "0"], "error:"),
+    "uncertain format": (["generate", "first.png", "--trajectory", "poses.txt"], "error: --format: what it is"),
     "unknown session": (["sessions", "show", "ses_" + "a" * 39], "session_not_found"),
 }
 
@@ -165,14 +187,24 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> object:
 
 
 @pytest.mark.parametrize(("arguments", "expected"), MISTAKES.values(), ids=MISTAKES.keys())
-def test_mistakes_get_one_clear_line(tmp_path: Path, url: str, arguments: list[str], expected: str) -> None:
+def test_mistakes_get_one_clear_line(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, arguments: list[str], expected: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     (tmp_path / "first.png").write_bytes(picture())
+    (tmp_path / "poses.txt").write_text("0 0 0 0 0 0 0 1\n")
     server = ["--log-level", "warning"] if arguments[0] == "serve" else ["--server", url]
     said = longtake(*arguments, *server, cwd=tmp_path, fails=True)
     assert said.startswith("error:")
     assert expected in said
     assert said.count("\n") == 1
-    assert [each.name for each in tmp_path.iterdir()] == ["first.png"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["first.png", "poses.txt"]
+
+
+def test_a_key_that_is_wanted_is_asked_for_by_its_variable(tmp_path: Path) -> None:
+    with private_server(tmp_path / "data", api_key="theirs") as server:
+        said = longtake("sessions", "ls", "--server", server.url, cwd=tmp_path, fails=True)
+    assert said == "error: set LONGTAKE_API_KEY to one of the server's keys [unauthorized]\n"
 
 
 def test_a_listing_of_nothing_says_where_it_looked(tmp_path: Path, url: str) -> None:
@@ -233,10 +265,14 @@ def test_every_variable_that_the_code_reads_is_known() -> None:
 
 def test_a_second_server_on_the_same_data_names_the_first(tmp_path: Path) -> None:
     with private_server(tmp_path / "data") as server:
-        said = longtake("serve", "--data-dir", "data", "--port", "0", cwd=tmp_path, fails=True)
-        assert said.startswith("error:")
-        assert f"in use by process {server.process.pid} " in said
-        assert said.endswith(f", at {server.url}\n")
+        direct = longtake("serve", "--data-dir", "data", "--port", "0", cwd=tmp_path, fails=True)
         through = longtake("sessions", "ls", "--data-dir", "data", cwd=tmp_path, fails=True)
-    assert through.startswith("error: a server of our own could not start (the data directory")
-    assert f", at {server.url}); give --server URL" in through
+    (wait, error), (private_wait, private_error) = direct.splitlines(), through.splitlines()
+    busy = f"the data directory {tmp_path / 'data'} is in use by process {server.process.pid} "
+    assert error.startswith(f"error: {busy}")
+    assert error.endswith(f", at {server.url}")
+    assert private_error.startswith(f"error: a server of our own could not start ({busy}")
+    assert f", at {server.url}); give --server URL" in private_error
+    for line in (wait, private_wait):
+        assert f" WARNING longtake.state_cache.embedded: {busy}" in line
+        assert line.endswith(f", at {server.url}; waiting up to 10 s for it to end")

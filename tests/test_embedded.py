@@ -168,6 +168,16 @@ def test_a_second_server_is_told_where_the_first_answers(tmp_path: Path) -> None
         EmbeddedServer(tmp_path, packaged_binary(), patience=0).start()
 
 
+def test_a_wait_for_another_server_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with EmbeddedServer(tmp_path, packaged_binary(), url="http://127.0.0.1:8000"):
+        for patience in (0.1, 1.2):
+            with pytest.raises(DataDirectoryBusy):
+                EmbeddedServer(tmp_path, packaged_binary(), patience=patience).start()
+    (told,) = caplog.messages
+    assert f"in use by process {os.getpid()} " in told
+    assert told.endswith("), at http://127.0.0.1:8000; waiting up to 1 s for it to end")
+
+
 def test_a_second_server_waits_for_the_first_to_end(server: EmbeddedServer, tmp_path: Path) -> None:
     heir = EmbeddedServer(tmp_path / "data", packaged_binary())
     waiting = threading.Thread(target=heir.start)

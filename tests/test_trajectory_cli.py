@@ -54,12 +54,29 @@ def test_convert_goes_round(tmp_path: Path) -> None:
     assert again.resolved.path_length == read(content("colmap"), "colmap").resolved.path_length
 
 
+def test_convert_warns_as_show_does_and_of_what_it_leaves_out(tmp_path: Path) -> None:
+    file, out = str(DATA / FILES["realestate10k"]), tmp_path / "turn.npy"
+    shown = CliRunner().invoke(trajectory_app, ["show", file])
+    told = CliRunner().invoke(trajectory_app, ["convert", file, "-o", str(out)]).output.splitlines()
+    warnings = [
+        line.removeprefix("warning").strip() for line in shown.output.splitlines() if line.startswith("warning")
+    ]
+    left_out = "the file's intrinsics are left out: the .npy holds poses alone"
+    assert any("its units are unknown" in warning for warning in warnings)
+    assert told == [f"{out}: 33 poses", *(f"warning: {warning}" for warning in (*warnings, left_out))]
+
+
 @pytest.mark.parametrize(
     ("args", "told"),
     [
-        pytest.param([str(DATA / FILES["tum"])], "trajectory.format: what it is", id="uncertain"),
+        pytest.param([str(DATA / FILES["tum"])], "--format: what it is", id="uncertain"),
         pytest.param([str(DATA / FILES["tum"]), "--format", "kitti"], "line 2: it must hold 12", id="other-format"),
         pytest.param([str(DATA / FILES["kitti"]), "--format", "kitti", "--fps", "0"], "--fps: ", id="no-rate"),
+        pytest.param(
+            [str(DATA / FILES["kitti"]), "--format", "kitti", "--ignore-distortion"],
+            "--ignore-distortion: it goes with",
+            id="no-lens",
+        ),
         pytest.param([str(DATA / "none.txt")], "no such file or folder: ", id="missing"),
     ],
 )

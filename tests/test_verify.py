@@ -424,6 +424,16 @@ def test_a_data_directory_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             pass
 
 
+def test_a_device_that_is_not_there_makes_no_data_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with (
+        pytest.raises(StartError, match="finds no device 'cuda' here"),
+        opened_for_verifying(Settings(data_dir=tmp_path / "data", device="cuda"), new_session_id(), None),
+    ):
+        pass
+    assert not (tmp_path / "data").exists()
+
+
 def test_mistakes_get_one_clear_line(redis_server: str, tmp_path: Path) -> None:
     cases = [
         (("ses_" + "a" * 39, "--state-url", redis_server), "there is no such session"),

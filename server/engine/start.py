@@ -10,7 +10,13 @@ import torch
 
 from longtake.server.engine.engine import Engine
 from longtake.server.engine.limits import Limits
-from longtake.server.model.registry import UnknownModelError, load_model, require_known
+from longtake.server.model.registry import (
+    UnknownDeviceError,
+    UnknownModelError,
+    load_model,
+    require_device,
+    require_known,
+)
 from longtake.server.model.weights import WeightsError
 from longtake.server.model.world import WorldModel
 from longtake.server.settings import Settings, StartError
@@ -43,9 +49,10 @@ def start_engine(settings: Settings, url: str | None = None) -> Iterator[Engine]
     with ExitStack() as stack:
         try:
             require_known(settings.model)  # before the store makes a folder for it
+            require_device(settings.device)
             store = open_store(settings, stack, url)
             model = load_model(settings.model, settings.device)
-        except (StoreError, UnknownModelError, WeightsError) as error:
+        except (StoreError, UnknownDeviceError, UnknownModelError, WeightsError) as error:
             raise StartError(str(error)) from error
         limits = Limits(
             queue_size=settings.queue_size,

@@ -75,12 +75,24 @@ def require_known(name: str) -> None:
         raise UnknownModelError(f"there is no model {name!r}; choose one of: {', '.join(sorted(MODELS))}")
 
 
+class UnknownDeviceError(ValueError):
+    """No such device is here, or torch can not use it."""
+
+
+def require_device(name: str) -> None:
+    """Raises `UnknownDeviceError` for a CUDA device that can not be had."""
+    device, count = torch.device(name), torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise UnknownDeviceError(f"torch {torch.__version__} finds no device {name!r} here; cpu is always there")
+
+
 def load_model(name: str, device: str = "cpu") -> WorldModel:
     """Load a model on to a device, which is set to repeat itself to the bit.
 
-    Raises `UnknownModelError`; `WeightsError` when its weights can not be had.
+    Raises `UnknownModelError`, `UnknownDeviceError`; `WeightsError` when its weights can not be had.
     """
     require_known(name)
+    require_device(device)
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.allow_tf32 = False
