@@ -72,6 +72,7 @@ class MemoryStore:
         """See `Store.fork`."""
         assert child.parent is not None
         with self._lock:
+            self._require_new(child.id)
             chunk, present = child.parent.chunk, self._entry(child.parent.session_id).head
             path = cut(spans(child.parent.session_id, source), chunk + 1)
             head = Head(
@@ -288,9 +289,12 @@ class MemoryStore:
     def close(self) -> None:
         """See `Store.close`."""
 
-    def _begin(self, session: SessionRecord, head: Head, refusal: HeadConflict | None = None) -> None:
-        if session.id in self._sessions:
+    def _require_new(self, session_id: str) -> None:
+        if session_id in self._sessions:
             raise SessionExists("the session exists")
+
+    def _begin(self, session: SessionRecord, head: Head, refusal: HeadConflict | None = None) -> None:
+        self._require_new(session.id)
         if refusal is not None:
             raise refusal
         self._name(session.id, _names(session, head.cursor))

@@ -162,6 +162,10 @@ def test_a_fork_that_is_refused_leaves_nothing(probe: Probe) -> None:
     with pytest.raises(SessionExists):
         store.fork(child, head, make_cursor("other"))
     assert store.read(child.id)[1].cursor == make_cursor()
+    store.delete(parent)
+    with pytest.raises(SessionExists):  # whatever has become of the parent: a session that is there stays listed
+        store.fork(child, head, make_cursor())
+    assert listed(store, 9) == [child.id]
 
 
 def test_a_fork_of_a_parent_that_was_rewound_since_is_refused(any_store: Store) -> None:
