@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from longtake.api_schemas.camera import Camera
 from longtake.api_schemas.problems import PROBLEMS
-from longtake.api_schemas.resources import CreateSession, PostChunks
+from longtake.api_schemas.resources import Advanced, Chunk, CreateSession, PostChunks, Session
 from longtake.server.cli import app
 from longtake.server.settings import Settings
 
@@ -93,6 +93,15 @@ def test_every_field_of_a_request_is_documented_with_its_default() -> None:
         for name, field in fields.items():
             if field.default not in (None, ""):
                 assert table[name] == f"`{str(field.default).replace('False', 'false')}`", name
+
+
+def test_every_field_of_an_answer_is_documented() -> None:
+    section = (DOCS / "http.md").read_text().split("## Answers")[1].split("\n## ")[0]
+    tables, posted = section.split("`POST …/chunks` answers")
+    for table, answer in zip(re.findall(r"(?:^\|.*\n)+", tables, re.M), (Session, Chunk), strict=True):
+        named = re.findall(r"^\| ([^|]*) \|", table, re.M)[1:]
+        assert {name for cell in named for name in re.findall(r"`(\w+)`", cell)} == answer.model_fields.keys()
+    assert set(re.findall(r"`(\w+)`", posted)) == Advanced.model_fields.keys()
 
 
 async def test_every_route_is_documented(http: httpx.AsyncClient) -> None:
