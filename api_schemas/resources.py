@@ -100,6 +100,8 @@ class Session(BaseModel):
     first_pose: Pose = Field(
         description="Camera-to-world matrix of frame 0, OpenCV axes: the world that poses are given in."
     )
+    intrinsics: Intrinsics = Field(description="fx, fy, cx, cy of frames that are given no others.")
+    intrinsics_size: tuple[int, int] = Field(description="[width, height] that all `intrinsics` belong to.")
     revision: int = Field(description="Raised by every rewind.")
     rewind_from: int = Field(
         description="Smallest possible `to_chunk` and `from_chunk`: -1, or the chunk before the oldest whole one."

@@ -131,6 +131,16 @@ async def test_intrinsics_of_every_pose(http: httpx.AsyncClient) -> None:
     assert found[0] == found[1] != found[2]
 
 
+async def test_a_session_tells_the_lens_that_it_goes_on_with(http: httpx.AsyncClient) -> None:
+    given = {"intrinsics": [150, 151, 80, 48], "intrinsics_size": [160, 96]}
+    session = await begin(http, **given)
+    told = (await http.get(session)).json()
+    assert {name: told[name] for name in given} == given
+    repeated = await post(http, session, {"poses": path(24), "intrinsics": told["intrinsics"]})
+    assert digests(repeated) == digests(await post(http, await begin(http, **given), path(24)))
+    assert (await http.get(await begin(http))).json()["intrinsics_size"] == [320, 192]
+
+
 async def test_chunks_are_read_back(http: httpx.AsyncClient) -> None:
     session = await begin(http)
     made = (await post(http, session, path(72))).json()["data"]

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import cast
 
-from longtake.api_schemas.camera import Pose
+from longtake.api_schemas.camera import Intrinsics, Pose
 from longtake.api_schemas.resources import (
     CHUNK_FRAMES,
     LATENT_FRAMES,
@@ -58,6 +58,8 @@ def session_view(session: SessionRecord, head: Head, forks: Mapping[str, int], s
         created_at=datetime.fromtimestamp(session.created_at, UTC),
         expires_at=None if head.expires_at is None else datetime.fromtimestamp(head.expires_at, UTC),
         first_pose=_pose(session.first_pose),
+        intrinsics=cast(Intrinsics, tuple(session.intrinsics)),
+        intrinsics_size=session.intrinsics_size,
         revision=head.revision,
         rewind_from=head.horizon - 1,
         parent=None if session.parent is None else session.parent.session_id,
