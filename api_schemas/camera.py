@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from longtake.api_schemas.strict import Finite, RequestModel
 from longtake.api_schemas.trajectory import Convention, TrajectoryOptions
@@ -10,11 +10,29 @@ from longtake.api_schemas.trajectory import Convention, TrajectoryOptions
 MAX_POSES = 4096
 """Poses a request may carry."""
 
+
+def _is_four(value: object) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 4
+
+
+def _matrix(value: object) -> object:
+    """One error for another shape, in place of one for each row that is missing."""
+    if not isinstance(value, list | tuple) or not _is_four(value) or not all(map(_is_four, value)):
+        raise ValueError("a camera-to-world matrix is four rows of four numbers, and poses are a list of them")
+    return value
+
+
+def _lens(value: object) -> object:
+    if not _is_four(value):
+        raise ValueError("intrinsics are four numbers: fx, fy, cx, cy")
+    return value
+
+
 Row = tuple[Finite, Finite, Finite, Finite]
-Pose = tuple[Row, Row, Row, Row]
+Pose = Annotated[tuple[Row, Row, Row, Row], BeforeValidator(_matrix)]
 """Camera-to-world matrix, 4x4, row by row."""
 
-Intrinsics = tuple[Finite, Finite, Finite, Finite]
+Intrinsics = Annotated[tuple[Finite, Finite, Finite, Finite], BeforeValidator(_lens)]
 """fx, fy, cx, cy in pixels of the uploaded first frame (or of `intrinsics_size` if the session was created with it)."""
 
 Controls = Literal["sana-smooth", "sana-legacy"]

@@ -37,7 +37,9 @@ CAMERAS: dict[str, tuple[object, str, str]] = {
     "not orthonormal": ({"poses": [STILL, SKEWED]}, "poses_invalid", "camera.poses[1]"),
     "mirrored": ({"poses": [STILL, STILL, MIRRORED]}, "poses_invalid", "camera.poses[2]"),
     "last row": ({"poses": assigned(7, 3, 0, 0.5)}, "poses_invalid", "camera.poses[7]"),
-    "3x4": ({"poses": [STILL[:3]]}, "invalid_request", "camera.poses[0][3]"),
+    "3x4": ({"poses": [STILL[:3]]}, "invalid_request", "camera.poses[0]"),
+    "a matrix alone": ({"poses": STILL}, "invalid_request", "camera.poses[0]"),
+    "short intrinsics": ({"poses": [STILL], "intrinsics": [100, 100, 160]}, "invalid_request", "camera.intrinsics"),
     "not a matrix": ({"poses": [1, 2]}, "invalid_request", "camera.poses[0]"),
     "words": ({"poses": assigned(0, 0, 0, "secret-word")}, "invalid_request", "camera.poses[0][0][0]"),  # type: ignore[arg-type]
     "no poses": ({"poses": []}, "invalid_request", "camera.poses"),
