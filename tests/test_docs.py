@@ -71,7 +71,7 @@ def test_every_test_that_a_page_names_exists(page: str) -> None:
 
 def test_the_examples_of_the_kernels_run() -> None:
     examples = re.findall(r"^```python\n(.*?)^```", (DOCS / "kernels.md").read_text(), re.M | re.S)
-    assert len(examples) == 2
+    assert len(examples) == 3
     for example in examples:
         subprocess.run([sys.executable, "-c", example], check=True, timeout=120)
 
