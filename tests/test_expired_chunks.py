@@ -1,7 +1,7 @@
 """Behind the retention horizon: digests stay, what is gone says so, and everything else goes on."""
 
 import io
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 
 import av
 import httpx
@@ -9,7 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 from faults.toy_model import HISTORY, LATENT, ToyModel
-from server_fixtures import begin, client_of, digests, path, post
+from server_fixtures import begin, digests, path, post
 
 from longtake.client import pngs
 from longtake.server.engine.engine import Engine
@@ -24,12 +24,6 @@ def toy(memory: MemoryStore) -> Iterator[Engine]:
     engine = Engine(ToyModel(), memory, Limits(snapshot_every=1, retention=Retention(snapshots=2, chunks=KEPT)))
     yield engine
     engine.close()
-
-
-@pytest.fixture
-async def quick(toy: Engine) -> AsyncIterator[httpx.AsyncClient]:
-    async with client_of(toy) as client:
-        yield client
 
 
 class Walked:

@@ -1,13 +1,13 @@
 """Reads whose chunks go meanwhile, by a rewind, the retention or a deletion: what became of them is said."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
 from faults.toy_model import ToyModel
 from live_clients import LiveClient
-from server_fixtures import begin, client_of, path, post
+from server_fixtures import begin, path, post
 
 from longtake.api_schemas.problems import ProblemError
 from longtake.server.engine.engine import Engine
@@ -52,12 +52,6 @@ def toy(memory: MemoryStore) -> Iterator[Engine]:
     engine = Engine(ToyModel(), memory, Limits(snapshot_every=1))
     yield engine
     engine.close()
-
-
-@pytest.fixture
-async def quick(toy: Engine) -> AsyncIterator[httpx.AsyncClient]:
-    async with client_of(toy) as client:
-        yield client
 
 
 @pytest.fixture
