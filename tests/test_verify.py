@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import pytest
@@ -424,11 +425,16 @@ def test_a_data_directory_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             pass
 
 
-def test_a_device_that_is_not_there_makes_no_data_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("device", "model", "message"), [("cuda", None, "finds no device 'cuda' here"), ("cpu", "huge", "no model 'huge'")]
+)
+def test_what_can_not_run_makes_no_data_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: Literal["cpu", "cuda"], model: str | None, message: str
+) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with (
-        pytest.raises(StartError, match="finds no device 'cuda' here"),
-        opened_for_verifying(Settings(data_dir=tmp_path / "data", device="cuda"), new_session_id(), None),
+        pytest.raises(StartError, match=message),
+        opened_for_verifying(Settings(data_dir=tmp_path / "data", device=device), new_session_id(), model),
     ):
         pass
     assert not (tmp_path / "data").exists()

@@ -10,13 +10,7 @@ import torch
 
 from longtake.server.engine.engine import Engine
 from longtake.server.engine.limits import Limits
-from longtake.server.model.registry import (
-    UnknownDeviceError,
-    UnknownModelError,
-    load_model,
-    require_device,
-    require_known,
-)
+from longtake.server.model.registry import UnloadableError, load_model, require_loadable
 from longtake.server.model.weights import WeightsError
 from longtake.server.model.world import WorldModel
 from longtake.server.settings import Settings, StartError
@@ -48,11 +42,10 @@ def start_engine(settings: Settings, url: str | None = None) -> Iterator[Engine]
     torch.set_num_threads(settings.threads or os.cpu_count() or 1)
     with ExitStack() as stack:
         try:
-            require_known(settings.model)  # before the store makes a folder for it
-            require_device(settings.device)
+            require_loadable(settings.model, settings.device)  # before the store makes a folder
             store = open_store(settings, stack, url)
             model = load_model(settings.model, settings.device)
-        except (StoreError, UnknownDeviceError, UnknownModelError, WeightsError) as error:
+        except (StoreError, UnloadableError, WeightsError) as error:
             raise StartError(str(error)) from error
         limits = Limits(
             queue_size=settings.queue_size,

@@ -15,7 +15,7 @@ from longtake.server.engine.errors import store_problems
 from longtake.server.engine.plan import pending_count
 from longtake.server.engine.replay import Replay, check_contents
 from longtake.server.engine.start import open_store
-from longtake.server.model.registry import UnknownDeviceError, UnknownModelError, load_model, require_device
+from longtake.server.model.registry import UnloadableError, load_model, require_loadable
 from longtake.server.model.state import StateLayoutError
 from longtake.server.model.weights import WeightsError
 from longtake.server.model.world import ChunkOutput, State, WorldModel
@@ -95,7 +95,7 @@ def opened_for_verifying(settings: Settings, session_id: str, model: str | None)
     torch.set_num_threads(settings.threads or os.cpu_count() or 1)
     with ExitStack() as stack:
         try:
-            require_device(settings.device)
+            require_loadable(model or settings.model, settings.device)  # before the store makes a folder
             store = open_store(settings, stack)
             with store_problems():
                 name = model or _made_by(store, session_id) or settings.model
@@ -103,7 +103,7 @@ def opened_for_verifying(settings: Settings, session_id: str, model: str | None)
         except DataDirectoryBusy as error:
             way_out = "stop it first, or give the --state-url of a store that several may use"
             raise StartError(f"{error}: {way_out}") from error
-        except (StoreError, UnknownDeviceError, UnknownModelError, WeightsError) as error:
+        except (StoreError, UnloadableError, WeightsError) as error:
             raise StartError(str(error)) from error
 
 

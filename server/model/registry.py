@@ -65,34 +65,25 @@ MODELS: dict[str, Callable[[str], WorldModel]] = {"tiny-world": tiny_world, "tin
 """Every model id with what loads it."""
 
 
-class UnknownModelError(ValueError):
-    """No model has this id."""
+class UnloadableError(ValueError):
+    """No model has this id, or torch finds no such device here."""
 
 
-def require_known(name: str) -> None:
-    """Raises `UnknownModelError`, naming those there are."""
+def require_loadable(name: str, device: str) -> None:
+    """Raises `UnloadableError`, naming the models there are."""
     if name not in MODELS:
-        raise UnknownModelError(f"there is no model {name!r}; choose one of: {', '.join(sorted(MODELS))}")
-
-
-class UnknownDeviceError(ValueError):
-    """No such device is here, or torch can not use it."""
-
-
-def require_device(name: str) -> None:
-    """Raises `UnknownDeviceError` for a CUDA device that can not be had."""
-    device, count = torch.device(name), torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device.type == "cuda" and (device.index or 0) >= count:
-        raise UnknownDeviceError(f"torch {torch.__version__} finds no device {name!r} here; cpu is always there")
+        raise UnloadableError(f"there is no model {name!r}; choose one of: {', '.join(sorted(MODELS))}")
+    wanted, count = torch.device(device), torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted.type == "cuda" and (wanted.index or 0) >= count:
+        raise UnloadableError(f"torch {torch.__version__} finds no device {device!r} here; cpu is always there")
 
 
 def load_model(name: str, device: str = "cpu") -> WorldModel:
     """Load a model on to a device, which is set to repeat itself to the bit.
 
-    Raises `UnknownModelError`, `UnknownDeviceError`; `WeightsError` when its weights can not be had.
+    Raises `UnloadableError`; `WeightsError` when its weights can not be had.
     """
-    require_known(name)
-    require_device(device)
+    require_loadable(name, device)
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.allow_tf32 = False
