@@ -11,21 +11,23 @@ MAX_POSES = 4096
 """Poses a request may carry."""
 
 
-def _is_four(value: object) -> bool:
-    return isinstance(value, list | tuple) and len(value) == 4
+def _four(value: object) -> tuple[object, ...] | None:
+    """The entries of a list of four; a tuple, which strict models want."""
+    return tuple(value) if isinstance(value, list | tuple) and len(value) == 4 else None
 
 
-def _matrix(value: object) -> object:
+def _matrix(value: object) -> tuple[object, ...]:
     """One error for another shape, in place of one for each row that is missing."""
-    if not isinstance(value, list | tuple) or not _is_four(value) or not all(map(_is_four, value)):
+    rows = tuple(map(_four, _four(value) or ()))
+    if not rows or None in rows:
         raise ValueError("a camera-to-world matrix is four rows of four numbers, and poses are a list of them")
-    return value
+    return rows
 
 
-def _lens(value: object) -> object:
-    if not _is_four(value):
+def _lens(value: object) -> tuple[object, ...]:
+    if (numbers := _four(value)) is None:
         raise ValueError("intrinsics are four numbers: fx, fy, cx, cy")
-    return value
+    return numbers
 
 
 Row = tuple[Finite, Finite, Finite, Finite]
