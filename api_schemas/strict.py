@@ -1,6 +1,7 @@
 """What every model of a request has in common: unknown members are refused, numbers are numbers."""
 
 import difflib
+from collections.abc import Iterable
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -10,6 +11,11 @@ Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 Whole = Annotated[int, Field(strict=True)]
 """A whole number, in the same sense."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The name that may have been meant, if one is near."""
+    return next(iter(difflib.get_close_matches(name[:40], known, 1)), None)
 
 
 class RequestModel(BaseModel):
@@ -23,7 +29,7 @@ class RequestModel(BaseModel):
         if isinstance(data, dict):
             for name in data:
                 if name not in cls.model_fields:
-                    near = difflib.get_close_matches(str(name)[:40], cls.model_fields, 1)
-                    hint = f"did you mean {near[0]}?" if near else f"known are: {', '.join(cls.model_fields)}"
+                    near = nearest(str(name), cls.model_fields)
+                    hint = f"did you mean {near}?" if near else f"known are: {', '.join(cls.model_fields)}"
                     raise ValueError(f"it has an unknown member; {hint}")
         return data

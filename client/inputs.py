@@ -4,11 +4,11 @@ import base64
 import os
 import re
 from collections.abc import Iterable, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Protocol, TypedDict, runtime_checkable
 
 from longtake.api_schemas.camera import Controls
+from longtake.api_schemas.strict import nearest
 from longtake.api_schemas.trajectory import Convention, TrajectoryOptions
 
 File = str | os.PathLike[str] | bytes
@@ -116,8 +116,8 @@ def require_known(arguments: Iterable[str], kind: type) -> None:
     """Raises `TypeError` for an argument that a TypedDict of them has not."""
     for name in arguments:
         if name not in kind.__annotations__:
-            likely = get_close_matches(name, kind.__annotations__, 1)
-            raise TypeError(f"unexpected keyword argument {name!r}" + "".join(f"; did you mean {x!r}?" for x in likely))
+            near = nearest(name, kind.__annotations__)
+            raise TypeError(f"unexpected keyword argument {name!r}" + (f"; did you mean {near!r}?" if near else ""))
 
 
 def given(values: Iterable[tuple[str, object]], names: frozenset[str]) -> dict[str, object]:

@@ -85,7 +85,7 @@ class Kept(NamedTuple):
     final_z: Tensor | None
 
 
-DIFFERENTIABLE, RESULTS, SAVED = 9, 4, 12
+DIFFERENTIABLE, RESULTS, SAVED = 9, 4, Kept._fields.index("read_denominator")
 """How many of the first arguments have a gradient; what the operator returns: results, and what the kernels save."""
 
 Layout = tuple[tuple[int, ...], torch.dtype] | None

@@ -97,9 +97,9 @@ class Reader:
         head = (await self._calls.call(self._store.read, session_id))[1]
         records = await self._calls.call(self._store.chunks, session_id, head.horizon, head.chunk + 1)
         left = [record for record in records if not record.expired]
-        if not left and (records or head.horizon):
-            raise await self._calls.call(self._expired, session_id, "all chunks so far have expired", None)
         if not left:
+            if records or head.horizon:
+                raise await self._calls.call(self._expired, session_id, "all chunks so far have expired", None)
             raise ProblemError("chunk_not_found", "the session has no chunk yet")
         return Video(self, session_id, left, f'W/"{head.revision}-{left[0].index}"')
 
