@@ -1,9 +1,9 @@
 """Time and memory of a training step through the scans of one block on this GPU, each gradient checked first.
 
 A step is timed as one captured graph, and so is its forward pass alone: the difference is the backward pass. Its floor
-is what it must read and write once: q, k, v, what comes back for the reads, and the gradients of q, k, v. These are
-views of one buffer and leaves of their own: where they are unbound from one leaf, autograd copies their gradients into
-one tensor, which is stated apart.
+is what it must read and write once: inputs, what comes back for the results, and gradients. q, k and v are views of one
+buffer and leaves of their own: where they are unbound from one leaf, autograd copies their gradients into one tensor,
+which is stated apart.
 Beside time and memory stand those of a step that runs the forward pass again instead of keeping its snapshots.
 """
 
@@ -29,6 +29,7 @@ TRAINED = {
     "GDN": ("beta", "decay", "q_weight", "k_weight", "kv", "z"),
     "camera": ("beta", "decay", "q_weight", "k_weight", "kv"),
 }
+POSITIONS = {"GDN": ("cos", "sin"), "camera": ("projection", "inverse", "cam_cos", "cam_sin")}
 Public = Callable[[Inputs, Precision, Backend | None], Results]
 
 
@@ -83,10 +84,11 @@ def largest_error(step: Step, x: Inputs, precision: Precision) -> float:
     return max(errors.values())
 
 
-def floor(step: Step, shape: Shape) -> float:
-    """Microseconds to move q, k, v and their gradients in bf16, and the fp32 gradient of the reads, once."""
-    reads = shape.entries + (shape.batch * shape.tokens * shape.heads if step.name == "GDN" else 0)
-    return (2 * 3 * 2 * shape.entries + 4 * reads) / COPY_RATE * 1e6
+def floor(step: Step, x: Inputs, precision: Precision) -> float:
+    """Microseconds to move all inputs, what comes back for the results, and the gradients once."""
+    inputs = [y for name, y in x.items() if y.requires_grad or name in POSITIONS[step.name]]
+    moved = [*inputs, *step.forward(x, precision), *step.gradients(x, precision).values()]
+    return sum(y.numel() * y.element_size() for y in moved) / COPY_RATE * 1e6
 
 
 def peak_memory(step: Step, x: Inputs, precision: Precision, *, again: bool) -> float:
@@ -109,7 +111,7 @@ def measure(step: Step, shape: Shape, inputs: Sequence[Inputs], precision: Preci
     ahead, _ = captured(lambda x: step.forward(x, precision), inputs)
     one = [trainable(step, x, packed=True) for x in inputs]
     packed, _ = captured(partial(step.gradients, precision=precision), one)
-    back, least = both - ahead, floor(step, shape)
+    back, least = both - ahead, floor(step, inputs[0], precision)
     kept, made = (peak_memory(step, inputs[0], precision, again=again) for again in (False, True))
     number = (
         f"{back:.0f} µs backward, {back / inference:.1f} × the {inference:.0f} µs forward (with what it keeps "

@@ -13,17 +13,19 @@ from torch import Tensor
 from longtake.kernels.fitting import Fitted
 from longtake.kernels.scan.backward.tokens import (
     Activated,
+    load_columns,
     load_weight,
     raw_arguments,
     row_sums,
+    store_columns,
 )
 from longtake.kernels.scan.inputs import Scan, Which
 from longtake.kernels.scan.prepare import Placed
 from longtake.kernels.scan.tokens import FULL_NORM, HEAD_NORM, norm_factor
-from longtake.kernels.triton_tiles import padded, round_to
+from longtake.kernels.triton_tiles import padded
 
-BLOCK_TOKENS, TILE_TOKENS, WARPS = 128, 8, 2
-"""Tokens whose share of a weight's gradient one program sums, how many at once, and its warps."""
+ROWS, TILES, STAGES, WARPS = 8, 16, 6, 2
+"""Tokens of a tile, most tiles of a program, which sums their share of a weight's gradient, tiles in flight, warps."""
 
 
 @triton.jit(do_not_specialize=["heads", "all_tokens"])
@@ -47,15 +49,13 @@ def _mean(along: Tensor, dim: int) -> Tensor:
     """Sums over D [B,N,H] → means over all heads [B,N]."""
     heads = along.shape[-1]
     out = along.new_empty(along.shape[:-1])
-    sizes = {"D": dim, "ROWS": TILE_TOKENS * WARPS, "ALL": triton.next_power_of_2(heads)}
+    sizes = {"D": dim, "ROWS": ROWS * WARPS, "ALL": triton.next_power_of_2(heads)}
     grid = (triton.cdiv(out.numel(), sizes["ROWS"]),)
     Fitted(_mean_kernel, along.device)[grid](along, out, heads, out.numel(), **sizes, num_warps=WARPS)
     return out
 
 
-@triton.jit(
-    do_not_specialize=["heads", "frames", "tokens", "all_tokens", "x_batch", "x_token", "x_head", "norm_eps", "scale"]
-)
+@triton.jit(do_not_specialize=["heads", "frames", "tokens", "x_batch", "x_token", "x_head", "norm_eps", "scale"])
 def _activation_kernel(
     x: tl.tensor,
     rms: tl.tensor,
@@ -69,7 +69,6 @@ def _activation_kernel(
     heads: int,
     frames: int,
     tokens: int,
-    all_tokens: int,
     x_batch: int,
     x_token: int,
     x_head: int,
@@ -77,45 +76,53 @@ def _activation_kernel(
     scale: float,
     D: tl.constexpr,
     SIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+    STAGES: tl.constexpr,
     NORM: tl.constexpr,
     WEIGHTED: tl.constexpr,
     RELU: tl.constexpr,
     GROWTH: tl.constexpr,
 ) -> None:
-    """BLOCK tokens of one head: program (block, head)."""
-    block, head = tl.program_id(0), tl.program_id(1)
+    """Some tokens of one head of one frame: program (head of a frame, part), as rows of all heads lie side by side."""
+    frame, head, part = tl.program_id(0) // heads, tl.program_id(0) % heads, tl.program_id(1)
+    batch, at = frame // frames, frame % frames
+    first = frame.to(tl.int64) * tokens
+    x += (batch.to(tl.int64) * x_batch + at.to(tl.int64) * tokens * x_token + head * x_head) * 8
+    grad += (first * heads + head) * D
+    slope += (first * heads + head) * D
+    out += (first * heads + head) * D
+    rms += first
+    along += first
     col = tl.arange(0, SIDE)
     w = load_weight(weight, head, D, SIDE, WEIGHTED)
-    total = tl.zeros((TILE, SIDE), tl.float32)
-    for tile in range(BLOCK // TILE):
-        token = block * BLOCK + tile * TILE + tl.arange(0, TILE)
-        inside = token < all_tokens
-        batch, place = token // tokens, token % tokens
-        valid = inside[:, None] & (col < D)[None, :]
-        raw = batch.to(tl.int64) * x_batch + place.to(tl.int64) * x_token + head * x_head
-        raw = tl.load(x + (raw * 8)[:, None] + col[None, :], valid, 0.0).to(tl.float32)
-        at = ((token.to(tl.int64) * heads + head) * D)[:, None] + col[None, :]
-        back = tl.load(grad + at, valid, 0.0).to(tl.float32)
-        inverse = norm_factor(raw, rms, token, inside, norm_eps, NORM, D)
+    rise = tl.full((), 0.0, tl.float32)
+    if GROWTH:
+        rise = tl.load(growth_grad + (batch * heads + head) * frames + at)
+    total = tl.zeros((ROWS, SIDE), tl.float32)
+    for tile in tl.range(0, TILES, num_stages=STAGES):
+        row = (part * TILES + tile) * ROWS + tl.arange(0, ROWS)
+        inside = row < tokens
+        raw = load_columns(x, row, tokens, x_token, col, D).to(tl.float32)
+        back = load_columns(grad, row, tokens, heads * (D // 8), col, D).to(tl.float32)
+        inverse = norm_factor(raw, rms, row, inside, norm_eps, NORM, D)
         if GROWTH:
-            frame = (batch * heads + head) * frames + place // (tokens // frames)
-            back += tl.load(growth_grad + frame, inside, 0.0)[:, None] * tl.load(slope + at, valid, 0.0).to(tl.float32)
+            back += rise * load_columns(slope, row, tokens, heads * (D // 8), col, D).to(tl.float32)
         back *= scale
         if RELU:
             back = tl.where(raw * w > 0, back, 0.0)
         if WEIGHTED:
             total += tl.fma(back * raw, inverse[:, None], 0.0)
         back *= w
-        pull = tl.zeros((TILE,), tl.float32)
+        pull = tl.zeros((ROWS,), tl.float32)
         if NORM == HEAD_NORM:
             pull = inverse * inverse * inverse * (row_sums(raw, back) / D)
         elif NORM == FULL_NORM:
-            pull = inverse * inverse * tl.load(along + token, inside, 0.0)
-        tl.store(out + at, round_to(back * inverse[:, None] - raw * pull[:, None], out.dtype.element_ty), valid)
+            pull = inverse * inverse * tl.load(along + row, inside, 0.0)
+        store_columns(out, back * inverse[:, None] - raw * pull[:, None], row, tokens, heads * D, col, D)
     if WEIGHTED:
-        tl.store(shares + (block.to(tl.int64) * heads + head) * D + col, tl.sum(total, axis=0), col < D)
+        place = (head * D + col).to(tl.int64) * (tl.num_programs(0) // heads) + frame
+        tl.store(shares + place * tl.num_programs(1) + part, tl.sum(total, axis=0), col < D)
 
 
 def raw_gradients(
@@ -126,11 +133,12 @@ def raw_gradients(
     `found` may be written over. `growth_grad` [B,H,F] fp32: of the growth of each key.
     """
     x, weight, stand_in = scan[which], scan.activation.weights[which], scan.decay
-    batch, tokens, heads, dim = x.shape
-    blocks = triton.cdiv(batch * tokens, BLOCK_TOKENS)
+    heads, dim = x.shape[-2:]
+    tiles = min(TILES, triton.cdiv(scan.tokens, ROWS))
+    grid = scan.memories * scan.frames, triton.cdiv(scan.tokens, ROWS * tiles)
     out = found.grad if found.grad.dtype == x.dtype else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    shares = stand_in.new_empty((blocks, heads * dim), dtype=torch.float32)
-    Fitted(_activation_kernel, x.device)[blocks, heads](
+    shares = stand_in.new_empty((heads * dim, grid[0] // heads * grid[1]), dtype=torch.float32)
+    Fitted(_activation_kernel, x.device)[grid](
         grad=found.grad,
         along=stand_in if found.along is None else _mean(found.along, dim),
         slope=stand_in if growth_grad is None else placed.slope,
@@ -139,14 +147,14 @@ def raw_gradients(
         shares=shares,
         heads=heads,
         frames=scan.frames,
-        tokens=tokens,
-        all_tokens=batch * tokens,
+        tokens=scan.tokens,
         **raw_arguments(scan, which, placed.rms),
         D=dim,
         SIDE=padded(dim),
-        BLOCK=BLOCK_TOKENS,
-        TILE=TILE_TOKENS,
+        ROWS=ROWS,
+        TILES=tiles,
+        STAGES=STAGES,
         GROWTH=growth_grad is not None,
         num_warps=WARPS,
     )
-    return out, None if weight is None else shares.sum(0).to(weight.dtype)
+    return out, None if weight is None else shares.sum(1).to(weight.dtype)

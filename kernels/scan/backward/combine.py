@@ -28,7 +28,7 @@ ROWS = tl.constexpr(16)
 """Values that are multiplied at once: registers spill with 32."""
 
 
-@triton.jit(do_not_specialize=["frames", "tokens", "first_direction", "has_state"])
+@triton.jit(do_not_specialize=["frames", "tokens", "has_state"])
 def _combine_kernel(
     grads: tl.tensor,
     z_decay: tl.tensor,
@@ -45,11 +45,11 @@ def _combine_kernel(
     growth_grad: tl.tensor,
     frames: int,
     tokens: int,
-    first_direction: int,
     has_state: int,
     D: tl.constexpr,
     SIDE: tl.constexpr,
     DIRECTIONS: tl.constexpr,
+    REVERSE: tl.constexpr,
     NORMALISER: tl.constexpr,
     DISCOUNT: tl.constexpr,
     STAGES: tl.constexpr,
@@ -60,7 +60,7 @@ def _combine_kernel(
     frame = tl.program_id(0).to(tl.int64)
     memory, place = frame // frames, frame % frames
     key = tl.arange(0, SIDE)
-    kv += memory * D * D
+    before = tl.where(place > 0, snapshots + (frame - 1) * D * D, kv + memory * D * D)
     by_value += frame * D * D
     read += frame * D * D
     transitions += frame * (2 if NORMALISER else 1) * D * D
@@ -72,17 +72,15 @@ def _combine_kernel(
         summed, rounded = tl.zeros((ROWS, SIDE), tl.float32), tl.zeros((ROWS, SIDE), tl.float32)
         seen = tl.zeros((ROWS, SIDE), tl.float32)
         for i in tl.static_range(0, DIRECTIONS):
-            reverse = first_direction + i == 1
-            held = place - tl.where(reverse, 0, 1)  # the snapshot of what this frame was absorbed into
-            first = i * tl.num_programs(0).to(tl.int64)
-            grad = tl.load(grads + (first + frame) * D * D + slab, valid, 0.0)
-            seen += tl.load(snapshots + (first + frame) * D * D + slab, valid, 0.0).to(tl.float32)
-            snapshot = snapshots + (first + memory * frames + held) * D * D + slab
-            absorbed = tl.load(snapshot, valid & (held >= 0), 0.0).to(tl.float32)
-            absorbed += tl.load(kv + slab, valid & (held < 0) & (has_state != 0) & (not reverse), 0.0)
+            this = (i * tl.num_programs(0).to(tl.int64) + frame) * D * D + slab
+            grad = tl.load(grads + this, valid, 0.0)
+            absorbed = tl.load(snapshots + this, valid, 0.0).to(tl.float32)
+            seen += absorbed
+            if i == 0 and not REVERSE:  # which is absorbed before it is read
+                absorbed = tl.load(before + slab, valid & ((place > 0) | (has_state != 0)), 0.0).to(tl.float32)
             summed += grad
             kept += absorbed * grad
-            absorbed = to_operand(absorbed, OPERAND, PRECISION)
+            absorbed = to_operand(absorbed + 0.0, OPERAND, PRECISION)  # in registers: see tests/pipelines.py
             grad = to_operand(summed, OPERAND, PRECISION).to(tl.float32) - rounded
             rounded += grad
             total = tl.dot(tl.trans(to_operand(grad, OPERAND, PRECISION)), absorbed, total, input_precision=PRECISION)
@@ -137,7 +135,7 @@ def combine(scan: Scan, recalled: Recalled, saved: Saved, *, state: Memory | Non
         recalled.kv if recalled.z_decay is None else recalled.z_decay,
         saved.transitions,
         saved.snapshots.kv,
-        recalled.kv if state is None else state.kv.mT.contiguous(),
+        saved.snapshots.kv if state is None else state.kv.mT.to(saved.snapshots.kv.dtype).contiguous(),
         scan.decay,
         decay if saved.updates is None else saved.updates,
         decay if saved.growth is None else saved.growth,
@@ -148,11 +146,11 @@ def combine(scan: Scan, recalled: Recalled, saved: Saved, *, state: Memory | Non
         decay if growth is None else growth,
         scan.frames,
         scan.tokens,
-        int(scan.direction == "reverse"),
         int(state is not None),
         D=dim,
         SIDE=padded(dim),
         DIRECTIONS=scan.directions,
+        REVERSE=scan.direction == "reverse",
         NORMALISER=scan.normaliser,
         DISCOUNT=scan.discount,
         OPERAND=TRITON_TYPES[config.operand],

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from longtake.kernels.fitting import Fitted
 from longtake.kernels.scan.absorb import discount
@@ -16,7 +17,6 @@ from longtake.kernels.scan.backward.tokens import (
     launch_options,
     load_activated,
     load_columns,
-    load_square,
     load_weight,
     named_strides,
     raw_arguments,
@@ -29,13 +29,25 @@ from longtake.kernels.scan.inputs import Scan
 from longtake.kernels.scan.launch import Saved
 from longtake.kernels.scan.remember import Memory
 from longtake.kernels.scan.tokens import CAMERA, ROTARY, unplace
-from longtake.kernels.triton_tiles import as_operand, padded
+from longtake.kernels.triton_tiles import INTERPRETED, as_operand, padded
 
 
 @triton.jit
 def _both(x: tl.tensor, y: tl.tensor, more_x: tl.tensor, more_y: tl.tensor) -> tl.tuple:
     """Two sums, which then take as many barriers as one."""
     return x + more_x, y + more_y
+
+
+def _by_rows(squares: Tensor, rows: int) -> TensorDescriptor:
+    """Squares [M,D,D] of which some rows at once are loaded past all registers, where a GPU can."""
+    return TensorDescriptor.from_tensor(squares, [1, rows, padded(squares.shape[-1])])
+
+
+@triton.jit
+def _load_rows(squares: tl.tensor_descriptor, which: tl.tensor, first: tl.tensor) -> tl.tensor:
+    """Rows of one square from `first` on, [R,SIDE], zeros beyond the last."""
+    tile = tl.reshape(squares.load([which, first, 0]), squares.block_shape[1:])
+    return tile.to(tl.float32) if INTERPRETED else tile
 
 
 @triton.jit
@@ -71,8 +83,8 @@ def _keys_kernel(
     matrix: tl.tensor,
     cos: tl.tensor,
     sin: tl.tensor,
-    by_value: tl.tensor,
-    by_key: tl.tensor,
+    by_value: tl.tensor_descriptor,
+    by_key: tl.tensor_descriptor,
     z: tl.tensor,
     z_snapshots: tl.tensor,
     z_grads: tl.tensor,
@@ -128,8 +140,6 @@ def _keys_kernel(
     cos += turns
     sin += turns
     matrix += first * 16
-    by_value += frame * D * D
-    by_key += frame * D * D
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     placed = load_columns(k, row, tokens, D // 8, tl.arange(0, SIDE), D)
     strength = tl.load(beta + row * beta_token, row < tokens, 0.0).to(tl.float32)
@@ -142,7 +152,7 @@ def _keys_kernel(
         start = block * COLUMNS
         col = start + tl.arange(0, COLUMNS)
         value = load_columns(v, row, tokens, v_token, col, D)
-        values, keys = load_square(by_value, col, D, SIDE), load_square(by_key, col, D, SIDE)
+        values, keys = _load_rows(by_value, tl.program_id(0), start), _load_rows(by_key, tl.program_id(0), start)
         told = tl.dot(placed, tl.trans(values), input_precision=PRECISION)
         if POSITIONS == CAMERA:  # which moves values, too
             told = unplace(told, matrix, cos, sin, row, tokens, start, D, POSITIONS, True)
@@ -198,7 +208,7 @@ def key_gradients(
         torch.empty(scan.v.shape, dtype=scan.v.dtype, device=scan.v.device),
         stand_in.new_empty((*stand_in.shape, scan.tokens), dtype=torch.float32),
     )
-    z = None if state is None else state.z
+    z, columns = None if state is None else state.z, min(config.keys_columns, padded(scan.dim))
     Fitted(_keys_kernel, scan.k.device)[scan.memories * scan.frames, triton.cdiv(scan.tokens, config.keys.rows)](
         k=placed.k,
         v=placed.v,
@@ -207,8 +217,8 @@ def key_gradients(
         growth_along=stand_in if placed.along is None else placed.along,
         mean_growth=stand_in if saved.growth is None else saved.growth,
         growth_grad=stand_in if combined.growth is None else combined.growth,
-        by_value=combined.by_value,
-        by_key=combined.by_key,
+        by_value=_by_rows(combined.by_value, columns),
+        by_key=_by_rows(combined.by_key, columns),
         z=stand_in if z is None else z,
         z_snapshots=stand_in if saved.snapshots.z is None else saved.snapshots.z,
         z_grads=stand_in if recalled.z is None else recalled.z,
@@ -222,7 +232,7 @@ def key_gradients(
         **named_strides("v", placed.v),
         **dict(zip(("beta_frame", "beta_token"), (1, 0) if scan.beta.ndim == 3 else (scan.tokens, 1), strict=True)),
         **token_arguments(scan, 1),
-        COLUMNS=min(config.keys_columns, padded(scan.dim)),
+        COLUMNS=columns,
         DIRECTIONS=scan.directions,
         DISCOUNT=scan.discount,
         ALONG=found.k.along is not None,
