@@ -9,7 +9,6 @@ from longtake.kernels.scan.backward.tokens import (
     Activated,
     launch_options,
     load_columns,
-    load_square,
     named_strides,
     row_sums,
     store_columns,
@@ -70,7 +69,7 @@ def _queries_kernel(
     sin += turns
     matrix += first * 16
     col = tl.arange(0, SIDE)
-    held = load_square(memories + frame * D * D, col, D, SIDE)
+    held = load_columns(memories + frame * D * D, col, D, D // 8, col, D)
     z = tl.zeros((SIDE,), tl.float32)
     if NORMALISER:
         z = tl.load(z_snapshots + frame * D + col, col < D, 0.0)

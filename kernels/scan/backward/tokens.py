@@ -14,14 +14,6 @@ from longtake.kernels.triton_tiles import INTERPRETED, TRITON_TYPES, octet_strid
 
 
 @triton.jit
-def load_square(x: tl.tensor, row: tl.tensor, D: tl.constexpr, SIDE: tl.constexpr) -> tl.tensor:
-    """Some rows of [D,D], [R,SIDE]."""
-    col = tl.arange(0, SIDE)
-    tile = tl.load(x + row[:, None] * D + col[None, :], (row < D)[:, None] & (col < D)[None, :], 0.0)
-    return tile.to(tl.float32) if INTERPRETED else tile
-
-
-@triton.jit
 def load_columns(
     x: tl.tensor, row: tl.tensor, tokens: tl.tensor, stride: tl.tensor, col: tl.tensor, D: tl.constexpr
 ) -> tl.tensor:
