@@ -30,7 +30,9 @@ BY_ENTRY = ("q", "k", "v", "eta", "initial_state", "initial_state_bias")
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_results_and_gradients_are_as_exact_as_eager_pytorch(case: Case) -> None:
     x = draw(case)
-    assert_as_good(differentiated(x), eager(x), true(x))
+    pytorch, truth = eager(x), true(x)
+    assert_as_good(differentiated(x), pytorch, truth)
+    assert_as_good(run(x), pytorch[:3], truth[:3])
 
 
 @pytest.mark.parametrize("case", [SMALL, PACK._replace(dtype=BF16)], ids=name_of)
@@ -57,6 +59,8 @@ def test_a_batch_is_what_its_entries_are_alone(dtype: torch.dtype) -> None:
     for n in range(SMALL.batch):
         alone = differentiated(x | {name: x[name][n : n + 1] for name in BY_ENTRY}, cotangents=itself)
         assert_same_bits(of_tokens_and_states(alone), tuple(y[n : n + 1] for y in whole))
+        alone = run(x | {name: x[name][n : n + 1] for name in BY_ENTRY})
+        assert_same_bits(alone, tuple(y[n : n + 1] for y in run(x)))
 
 
 @each_dtype
@@ -65,6 +69,7 @@ def test_a_pack_is_what_its_sequences_are_alone(dtype: torch.dtype) -> None:
     whole = of_tokens_and_states(differentiated(x, cotangents=itself))
     alone = [differentiated(part, cotangents=itself) for part in apart(x, PACK.lengths)]
     assert_same_bits(whole, joined(alone))
+    assert_same_bits(run(x), joined([run(part) for part in apart(x, PACK.lengths)]))
 
 
 def test_lengths_may_be_of_32_bits() -> None:
@@ -105,7 +110,7 @@ def test_one_rate_is_that_rate_for_every_token() -> None:
     x = draw(SMALL)
     whole = differentiated(x | {"eta": torch.full_like(x["eta"], 0.125)})
     one = differentiated(x | {"eta": torch.tensor(0.125, device=DEVICE)})
-    assert_same_bits(run(x | {"eta": 0.125}), whole[:3])
+    assert_same_bits(run(x | {"eta": 0.125}), run(x | {"eta": torch.full_like(x["eta"], 0.125)}))
     assert_same_bits((*one[:8], *one[9:]), (*whole[:8], *whole[9:]))
     torch.testing.assert_close(one[8], whole[8].sum())
 

@@ -6,7 +6,7 @@ variable LONGTAKE_KERNELS chooses (`longtake.kernels.backend`).
 
 from torch import Tensor
 
-from longtake.kernels.backend import Backend, BackendError, check_backward, requested, runs_triton
+from longtake.kernels.backend import Backend, BackendError, check_backward, requested, runs_triton, wants_gradient
 from longtake.kernels.checks import require_tensor
 from longtake.kernels.ttt.inputs import TttInputs, check_inputs, rates
 from longtake.kernels.ttt.reference import TttOutput, output_norm, ttt_scan
@@ -73,7 +73,9 @@ def ttt_linear(
     if _runs_kernels(x, backend, backward):
         from longtake.kernels.ttt import ops
 
-        found = TttOutput(*ops.ttt_scan(*x, backward == "reference"))
+        at_once = norm_output and not wants_gradient(*x.differentiable)
+        found = TttOutput(*ops.ttt_scan(*x, at_once, backward == "reference"))
+        norm_output = norm_output and not at_once
     else:
         found = ttt_scan(x)
     return TttOutput(output_norm(found.out, w, b, eps), *found[1:]) if norm_output else found

@@ -32,20 +32,25 @@ def ttt_scan(
     scale: float,
     eps: float,
     chunk_size: int,
+    norm_output: bool,
     reference_backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `reference.ttt_scan`, of the fields of `TttInputs`; `reference_backward`: which gradient to take."""
+    """As `reference.ttt_scan`, of the fields of `TttInputs`; `reference_backward`: which gradient to take.
+
+    `norm_output`: as `reference.output_norm` of that, which has no gradient here.
+    """
     states = initial_state, initial_state_bias
     x = TttInputs(q, k, v, w, b, eta, *states, cu_seqlens, scale, eps, chunk_size)
     with on_device_of(q):
         taken = operands(x)
         walked = walk(taken)
-        return read(taken, walked.states, walked.biases), walked.last_state, walked.last_bias
+        out = read(taken, walked.states, walked.biases, norm_output=norm_output)
+        return out, walked.last_state, walked.last_bias
 
 
 @ttt_scan.register_fake
 def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ANN401
-    x = TttInputs(*arguments[:-1])
+    x = TttInputs(*arguments[:-2])
     heads, dim = x.q.shape[2:]
     state = x.q.new_empty((x.sequences, heads, dim, dim), dtype=torch.float32)
     return x.v.new_empty(x.v.shape), state, state.new_empty((x.sequences, heads, 1, dim))
@@ -92,7 +97,7 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:  # noqa: ANN401
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:  # noqa: ANN401
     ctx.save_for_backward(*inputs[:TENSORS])
-    *ctx.numbers, ctx.reference = inputs[TENSORS:]
+    *ctx.numbers, ctx.normed, ctx.reference = inputs[TENSORS:]
     ctx.set_materialize_grads(False)
 
 
@@ -102,6 +107,8 @@ def _reference(x: TttInputs, *differentiable: Any) -> reference.TttOutput:  # no
 
 
 def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    if ctx.normed:
+        raise NotImplementedError("ttt_scan has no gradient with norm_output")
     x = TttInputs(*ctx.saved_tensors, *ctx.numbers)
     wanted = list(ctx.needs_input_grad[:DIFFERENTIABLE])
     if ctx.reference:

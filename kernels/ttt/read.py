@@ -12,6 +12,7 @@ from longtake.kernels.ttt.tiles import (
     load_rows,
     load_square,
     load_vector,
+    normalise,
     product,
     seen_by,
     slot_span,
@@ -53,6 +54,7 @@ def _read_kernel(
     SIDE: tl.constexpr,
     CHUNK: tl.constexpr,
     OPERAND: tl.constexpr,
+    NORM: tl.constexpr,
 ) -> None:
     """Outputs of one chunk of a head; strides of q, k, v in units of 8 entries."""
     place = tl.program_id(0).to(tl.int64)
@@ -71,13 +73,17 @@ def _read_kernel(
     step, _, _, _ = inner_step(key, value, model, bias, weight, offset, row < end, eps, D)
     read = tl.dot(query, model, input_precision="ieee") * scale + bias[None, :]
     read -= rate[:, None] * product(seen_by(query, key, scale), step, OPERAND)
-    here = out + (batch * tokens * heads + head) * D
-    store_rows(here, round_to(read, out.dtype.element_ty), row, end, heads * D, D)
+    read = round_to(read, out.dtype.element_ty)
+    if NORM:
+        read = read.to(tl.float32)
+        normal, _ = normalise(read, eps, D, key.dtype)
+        read = round_to(read + normal * weight[None, :] + offset[None, :], out.dtype.element_ty)
+    store_rows(out + (batch * tokens * heads + head) * D, read, row, end, heads * D, D)
 
 
-def read(x: Operands, states: Tensor, biases: Tensor) -> Tensor:
-    """Outputs before their norm, from the states before every chunk."""
+def read(x: Operands, states: Tensor, biases: Tensor, *, norm_output: bool) -> Tensor:
+    """Outputs o or o + LN(o), from the states before every chunk; o is rounded either way."""
     out = x.v.new_empty(x.v.shape)
-    kernel = Fitted(_read_kernel, x.q.device)
-    kernel[(x.slots * x.q.shape[2],)](*x[:6], x.cu_seqlens, states, biases, out, x.sequences, *x.sizes, **x.modes)
+    arguments = (*x[:6], x.cu_seqlens, states, biases, out, x.sequences, *x.sizes)
+    Fitted(_read_kernel, x.q.device)[(x.slots * x.q.shape[2],)](*arguments, **x.modes, NORM=norm_output)
     return out

@@ -100,10 +100,24 @@ def row_mean(x: tl.tensor, D: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def _both(x: tl.tensor, y: tl.tensor, more_x: tl.tensor, more_y: tl.tensor) -> tl.tuple:
+    """Two sums, which then take as many barriers as one."""
+    return x + more_x, y + more_y
+
+
+@triton.jit
+def _row_means(x: tl.tensor, y: tl.tensor, D: tl.constexpr) -> tl.tuple:
+    """Of two tiles, [C,1] each."""
+    x, y = tl.reduce((x, y), 1, _both)
+    return (x * (1.0 / D))[:, None], (y * (1.0 / D))[:, None]
+
+
+@triton.jit
 def tangent(x: tl.tensor, normal: tl.tensor, D: tl.constexpr) -> tl.tensor:
     """What of x a layer norm passes back: x − mean(x) − x̂·mean(x·x̂)."""
     inside = (tl.arange(0, x.shape[1]) < D)[None, :]
-    return tl.where(inside, x - row_mean(x, D) - normal * row_mean(x * normal, D), 0.0)
+    mean, along = _row_means(x, x * normal, D)
+    return tl.where(inside, x - mean - normal * along, 0.0)
 
 
 @triton.jit
@@ -123,7 +137,7 @@ def inner_step(
     """Gradient of the inner loss at z = k·h + hb, zero beyond the last token; x̂, 1/σ and LN(z) − (v − k)."""
     z = tl.dot(key, state, input_precision="ieee") + bias[None, :]
     normal, inverse = normalise(z, eps, D, key.dtype)
-    error = weight[None, :] * normal + offset[None, :] - value.to(tl.float32) + key.to(tl.float32)
+    error = weight[None, :] * normal + offset[None, :] - (value.to(tl.float32) - key.to(tl.float32))
     step = inverse * tangent(error * weight[None, :], normal, D)
     return tl.where(inside[:, None], step, 0.0), normal, inverse, error
 

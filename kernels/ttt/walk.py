@@ -96,11 +96,13 @@ def _walk_kernel(
     else:
         state = load_square(initial_state + memory * D * D, D, SIDE, tl.float32)
         bias = load_vector(initial_bias + memory * D, D, SIDE)
-    row = token + tl.arange(0, CHUNK)
+    place = tl.arange(0, CHUNK)
+    row = token + place
     key = load_operand(k, row, end, k_token, D, SIDE, OPERAND)
     value = load_rows(v, row, end, v_token, D, SIDE)
     rate = _last_rate(eta, token + CHUNK, end, eta_token)
     while token < end:
+        row = token + place
         next_key = load_operand(k, row + CHUNK, end, k_token, D, SIDE, OPERAND)
         next_value = load_rows(v, row + CHUNK, end, v_token, D, SIDE)
         next_rate = _last_rate(eta, token + 2 * CHUNK, end, eta_token)
@@ -111,7 +113,6 @@ def _walk_kernel(
         state -= rate * product(tl.trans(key), step, OPERAND)
         bias -= rate * tl.sum(step, axis=0)
         token += CHUNK
-        row += CHUNK
         slot += 1
         key, value, rate = next_key, next_value, next_rate
     store_square(last_state + memory * D * D, state, D)
