@@ -137,7 +137,7 @@ def inner_step(
     """Gradient of the inner loss at z = k·h + hb, zero beyond the last token; x̂, 1/σ and LN(z) − (v − k)."""
     z = tl.dot(key, state, input_precision="ieee") + bias[None, :]
     normal, inverse = normalise(z, eps, D, key.dtype)
-    error = weight[None, :] * normal + offset[None, :] - (value.to(tl.float32) - key.to(tl.float32))
+    error = weight[None, :] * normal + offset[None, :] - value.to(tl.float32) + key.to(tl.float32)
     step = inverse * tangent(error * weight[None, :], normal, D)
     return tl.where(inside[:, None], step, 0.0), normal, inverse, error
 
