@@ -31,8 +31,8 @@ class Case(NamedTuple):
 
 PACK = Case(16, lengths=(0, 5, 16, 0, 17, 1))
 CASES = [
-    Case(16, batch=2, heads=2),
-    Case(40, tokens=40),
+    Case(16, batch=2, heads=4),
+    Case(40, tokens=40, heads=8),
     Case(64, tokens=32, heads=2),
     Case(24, tokens=40, chunk_size=32),
     PACK,
