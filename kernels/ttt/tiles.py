@@ -7,7 +7,7 @@ q, and added in fp32; all else is fp32.
 import triton
 import triton.language as tl
 
-from longtake.kernels.triton_tiles import as_operand, quotient, square_root
+from longtake.kernels.triton_tiles import add_both, as_operand, quotient, square_root
 
 
 @triton.jit
@@ -100,15 +100,9 @@ def row_mean(x: tl.tensor, D: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _both(x: tl.tensor, y: tl.tensor, more_x: tl.tensor, more_y: tl.tensor) -> tl.tuple:
-    """Two sums, which then take as many barriers as one."""
-    return x + more_x, y + more_y
-
-
-@triton.jit
 def _row_means(x: tl.tensor, y: tl.tensor, D: tl.constexpr) -> tl.tuple:
     """Of two tiles, [C,1] each."""
-    x, y = tl.reduce((x, y), 1, _both)
+    x, y = tl.reduce((x, y), 1, add_both)
     return (x * (1.0 / D))[:, None], (y * (1.0 / D))[:, None]
 
 

@@ -29,13 +29,7 @@ from longtake.kernels.scan.inputs import Scan
 from longtake.kernels.scan.launch import Saved
 from longtake.kernels.scan.remember import Memory
 from longtake.kernels.scan.tokens import CAMERA, ROTARY, unplace
-from longtake.kernels.triton_tiles import INTERPRETED, as_operand, padded
-
-
-@triton.jit
-def _both(x: tl.tensor, y: tl.tensor, more_x: tl.tensor, more_y: tl.tensor) -> tl.tuple:
-    """Two sums, which then take as many barriers as one."""
-    return x + more_x, y + more_y
+from longtake.kernels.triton_tiles import INTERPRETED, add_both, as_operand, padded
 
 
 def _by_rows(squares: Tensor, rows: int) -> TensorDescriptor:
@@ -161,7 +155,7 @@ def _keys_kernel(
         part = placed if COLUMNS == SIDE else load_columns(k, row, tokens, D // 8, col, D)
         erased = tl.dot(part, keys, erased, input_precision=PRECISION)
     key = placed.to(tl.float32)
-    gain, loss = tl.reduce((tl.fma(key, brought, 0.0), tl.fma(key, erased, 0.0)), 1, _both)
+    gain, loss = tl.reduce((tl.fma(key, brought, 0.0), tl.fma(key, erased, 0.0)), 1, add_both)
     back = strength[:, None] * (brought - erased)
     share, along = gain - 0.5 * loss, strength * (gain - loss)
     if DISCOUNT:
