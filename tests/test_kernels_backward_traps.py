@@ -137,14 +137,17 @@ def test_what_no_frame_absorbs_reaches_no_other_frame(name: str) -> None:
     assert all(torch.equal(one, other) for one, other in zip(*frames, strict=True))
 
 
-@pytest.mark.parametrize("name", ["v", "beta"])
-@pytest.mark.parametrize(("scan", "features"), [("gdn", "reverse head weights"), ("branch", "reverse weights")])
+@pytest.mark.parametrize("name", ["k", "v", "beta"])
+@pytest.mark.parametrize(
+    ("scan", "features"),
+    [("gdn", "reverse head weights"), ("gdn", "reverse full weights chunks"), ("branch", "reverse weights")],
+)
 def test_what_no_frame_absorbs_has_no_gradient_whatever_it_holds(scan: str, features: str, name: str) -> None:
     x = draw(scan, TINY, FP32, features)
     found = []
     for value in (1.0, float("nan")):
         spoilt = x | {name: x[name].clone()}
-        first = spoilt[name][:, :2] if name == "v" else spoilt[name][:, :, 0]
+        first = spoilt[name][:, :2] if name in "kv" else spoilt[name][:, :, 0]
         first[..., :1] = value
         found.append(gradients.gradients(scan, spoilt, backend="triton", precision="ieee"))
     assert all(torch.equal(y, found[1][key]) for key, y in found[0].items())

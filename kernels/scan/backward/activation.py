@@ -126,11 +126,17 @@ def _activation_kernel(
 
 
 def raw_gradients(
-    scan: Scan, which: Which, found: Activated, placed: Placed, growth_grad: Tensor | None = None
+    scan: Scan,
+    which: Which,
+    found: Activated,
+    placed: Placed,
+    growth_grad: Tensor | None = None,
+    unabsorbed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of raw q (`which` 0) or k (1) and, if it has one, of its norm's weight [H*D], each in its dtype.
 
-    `found` may be written over. `growth_grad` [B,H,F] fp32: of the growth of each key.
+    `found` may be written over. `growth_grad` [B,H,F] fp32: of the growth of each key. `unabsorbed`: frames that get
+    zeros, and bring nothing to the weight's, whatever they hold.
     """
     x, weight, stand_in = scan[which], scan.activation.weights[which], scan.decay
     heads, dim = x.shape[-2:]
@@ -157,4 +163,7 @@ def raw_gradients(
         GROWTH=growth_grad is not None,
         num_warps=WARPS,
     )
+    if unabsorbed is not None:
+        out.view(-1, scan.frames, scan.tokens, heads, dim).index_fill_(1, unabsorbed, 0)
+        shares.view(heads * dim, -1, scan.frames, grid[1]).index_fill_(2, unabsorbed, 0)
     return out, None if weight is None else shares.sum(1).to(weight.dtype)

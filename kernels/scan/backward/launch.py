@@ -47,12 +47,9 @@ def _never_absorbed(scan: Scan, starts: Tensor | None) -> Tensor | None:
 
 def _take_back(scan: Scan, frames: Tensor, combined: Combined, keys: KeyGradients) -> None:
     """Zero what came to frames that are never absorbed: a product with NaN, which they may hold, is NaN."""
-    for x in (combined.decay, combined.growth, keys.beta):
-        if x is not None:
-            x.index_fill_(2, frames, 0)
-    for x in (keys.k.grad, keys.k.along, keys.v):
-        if x is not None:
-            x.view(-1, scan.frames, scan.tokens, *x.shape[2:]).index_fill_(1, frames, 0)
+    for x in (combined.decay, keys.beta):
+        x.index_fill_(2, frames, 0)
+    keys.v.view(-1, scan.frames, scan.tokens, *keys.v.shape[2:]).index_fill_(1, frames, 0)
 
 
 def scan_gradients(
@@ -83,13 +80,15 @@ def scan_gradients(
     keys = key_gradients(scan, saved, recalled, combined, state=state)
     if first is not None:
         _take_back(scan, first, combined, keys)
+    # In doubles, as the batch may change the order in which PyTorch adds.
+    beta = keys.beta.sum(-1, dtype=torch.float64) if scan.beta.ndim == 3 else keys.beta
     q, q_weight = raw_gradients(scan, 0, queries, placed)
-    k, k_weight = raw_gradients(scan, 1, keys.k, placed, combined.growth)
+    k, k_weight = raw_gradients(scan, 1, keys.k, placed, combined.growth, first)
     return Gradients(
         q,
         k,
         keys.v,
-        (keys.beta.sum(-1) if scan.beta.ndim == 3 else keys.beta).to(scan.beta.dtype),
+        beta.to(scan.beta.dtype),
         combined.decay.to(scan.decay.dtype),
         q_weight,
         k_weight,
