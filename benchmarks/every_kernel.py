@@ -72,8 +72,10 @@ def launch_every_kernel(device: torch.device, *, heads: int = 2, height: int = 3
     states = random(3, heads, DIM, DIM), random(3, heads, 1, DIM)
     inner = {"w": weight.view(heads, DIM), "b": weight.view(heads, DIM), "eta": uniform(BATCH, tokens, heads) / 8}
     for dtype, pack in ((torch.bfloat16, (*states, lengths)), (torch.float32, (None, None, None))):
-        leaves = (x.to(dtype, copy=True).requires_grad_() for x in (q, k, v, *inner.values()))
+        leaves = [x.to(dtype, copy=True).requires_grad_() for x in (q, k, v, *inner.values())]
         given = dict(zip(("initial_state", "initial_state_bias", "cu_seqlens"), pack, strict=True))
+        with torch.no_grad():
+            ttt_linear(*leaves, **given)
         found = ttt_linear(*leaves, **given)
         torch.autograd.backward(found, [y.detach() for y in found])
 

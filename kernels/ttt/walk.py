@@ -102,7 +102,7 @@ def _walk_kernel(
     value = load_rows(v, row, end, v_token, D, SIDE)
     rate = _last_rate(eta, token + CHUNK, end, eta_token)
     while token < end:
-        row = token + place
+        row = token + place  # carried from chunk to chunk, it would change its layout through shared memory
         next_key = load_operand(k, row + CHUNK, end, k_token, D, SIDE, OPERAND)
         next_value = load_rows(v, row + CHUNK, end, v_token, D, SIDE)
         next_rate = _last_rate(eta, token + 2 * CHUNK, end, eta_token)
