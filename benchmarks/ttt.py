@@ -179,7 +179,8 @@ def measure(operator: Operator, shape: Shape, inputs: Sequence[Inputs], commit: 
         f"{graph.inference:.0f} µs captured, {one_by_one.inference:.0f} µs eager, {graph.inference / least:.1f} × floor"
     )
     backward = (
-        f"{graph.back:.0f} µs backward, {graph.back / graph.inference:.1f} × the {graph.inference:.0f} µs forward, "
+        f"{graph.back:.0f} µs backward, {graph.back / graph.inference:.1f} × the {graph.inference:.0f} µs forward "
+        f"(where a gradient is wanted {graph.ahead:.0f} µs), "
         f"{one_by_one.back:.0f} µs eager, {graph.back / least_back:.1f} × floor, {memory:.2f} GB at the peak"
     )
     start = f"| {datetime.now(UTC):%Y-%m-%d} | {commit} | {torch.cuda.get_device_name()} |"

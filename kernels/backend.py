@@ -31,15 +31,15 @@ def triton_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
 
 
-def requested(backend: Backend | None) -> Backend | None:
-    """The argument, else the environment variable LONGTAKE_KERNELS, else None.
+def requested(backend: Backend | None, argument: str = "backend") -> Backend | None:
+    """The argument of that name, else the environment variable LONGTAKE_KERNELS, else None.
 
     Raises:
         BackendError: it names no backend.
     """
     name = backend or os.environ.get(VARIABLE)
     if name and name not in get_args(Backend):
-        raise BackendError(f"a kernel backend is one of {get_args(Backend)}, got {name!r}")
+        raise BackendError(f"{argument if backend else VARIABLE} must be one of {get_args(Backend)}, got {name!r}")
     return cast(Backend, name) if name else None
 
 
@@ -98,7 +98,8 @@ def runs_triton(backend: Backend | None, *tensors: Tensor, dim: int = OCTET, tra
         return False
     reason = obstacle(*tensors, dim=dim, trained=trained)
     if wanted == "triton" and reason:
-        raise BackendError(f"the triton kernels can not run: {reason}")
+        asked = "" if backend else f" that {VARIABLE} asks for"
+        raise BackendError(f"the triton kernels{asked} can not run: {reason}")
     if reason is None and wanted is None and not tested(tensors[0].device):
         name = torch.cuda.get_device_name(tensors[0].device)
         warnings.warn(f"the kernels were never tested on {name}: the reference computes", stacklevel=3)
@@ -108,7 +109,7 @@ def runs_triton(backend: Backend | None, *tensors: Tensor, dim: int = OCTET, tra
 
 def check_backward(backward: Backend | None, *, runs: bool) -> None:
     """Raise `BackendError` for a backward pass that is no backend, or on the kernels where the forward pass is not."""
-    if backward is not None and requested(backward) == "triton" and not runs:
+    if backward is not None and requested(backward, "backward") == "triton" and not runs:
         raise BackendError("backward 'triton' goes with the Triton kernels forward, and the reference runs")
 
 

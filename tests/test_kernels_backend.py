@@ -15,6 +15,7 @@ from longtake.kernels.backend import (
     TRITON_INSTALLED,
     BackendError,
     Precision,
+    check_backward,
     kernel_build,
     numerics,
     on_device_of,
@@ -66,8 +67,13 @@ def test_the_environment_chooses_and_the_argument_overrules_it(monkeypatch: pyte
 
 def test_an_unknown_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LONGTAKE_KERNELS", "cuda")
-    with pytest.raises(BackendError, match="one of"):
+    with pytest.raises(BackendError, match="LONGTAKE_KERNELS must be one of"):
         requested(None)
+    with pytest.raises(BackendError, match="backward must be one of"):
+        check_backward("foo", runs=True)  # type: ignore[arg-type]
+    monkeypatch.setenv("LONGTAKE_KERNELS", "triton")
+    with pytest.raises(BackendError, match="that LONGTAKE_KERNELS asks for can not run"):
+        runs_triton(None, scan_inputs(torch.float64)["q"])
 
 
 def test_only_the_reference_takes_float64() -> None:

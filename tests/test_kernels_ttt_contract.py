@@ -186,7 +186,7 @@ MISFITS = {
         "cu_seqlens needs a batch of 1",
     ),
     "states-of-one-of-two": ({"cu_seqlens": torch.tensor([0, 9, 18], device=DEVICE)}, "initial_state must be"),
-    "backward": ({"backward": "cuda"}, "a kernel backend is one of"),
+    "backward": ({"backward": "cuda"}, "backward must be one of"),
 }
 
 
@@ -211,5 +211,5 @@ def test_the_reference_has_no_kernel_to_differentiate_it() -> None:
 
 
 def test_an_unknown_backend_is_refused() -> None:
-    with pytest.raises(BackendError, match="a kernel backend is one of"):
+    with pytest.raises(BackendError, match="backend must be one of"):
         ttt_linear(**GOOD, backend="cuda")

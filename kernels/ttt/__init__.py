@@ -95,7 +95,8 @@ def _runs_kernels(x: TttInputs, backend: Backend | None, backward: Backend | Non
     longest = _longest_chunk(x.q)
     if runs and x.chunk_size > longest:
         if requested(backend) == "triton":
-            raise BackendError(f"the triton kernels take a chunk_size up to {longest} here, got {x.chunk_size}")
+            what = f"{x.q.dtype} and D={x.q.shape[3]}"
+            raise BackendError(f"the triton kernels take a chunk_size up to {longest} with {what}, got {x.chunk_size}")
         runs = False
     check_backward(backward, runs=runs)
     return runs

@@ -56,7 +56,7 @@ def rates(eta: Tensor | float, q: Tensor) -> Tensor:
     if eta.ndim == 4 and eta.shape[3] == 1:
         eta = eta.squeeze(3)
     if eta.ndim and eta.shape != q.shape[:3]:
-        raise ValueError(f"eta must be a number, {tuple(q.shape[:3])} or {(*q.shape[:3], 1)}, got {tuple(eta.shape)}")
+        raise ValueError(f"eta must be a number, (), {(*q.shape[:3],)} or {(*q.shape[:3], 1)}, got {tuple(eta.shape)}")
     return eta.expand(q.shape[:3])
 
 
