@@ -47,6 +47,14 @@ def test_the_output_before_its_norm_is_as_exact(dtype: torch.dtype) -> None:
     assert_as_good(differentiated(x), eager(x), true(x))
 
 
+@pytest.mark.parametrize("dim", [24, 112])
+def test_an_output_of_equal_numbers_has_no_norm(dim: int) -> None:
+    x = draw(Case(dim, tokens=3))
+    x |= {name: torch.zeros_like(x[name]) for name in ("initial_state", "eta")}
+    x |= {"initial_state_bias": torch.full_like(x["initial_state_bias"], 777.7)}
+    torch.testing.assert_close(run(x)[0], 777.7 + x["b"].expand(1, 3, 1, dim), rtol=1e-6, atol=1e-4)
+
+
 def test_a_call_repeats_its_bits() -> None:
     x = draw(PACK._replace(dtype=BF16))
     assert_same_bits(differentiated(x), differentiated(x))

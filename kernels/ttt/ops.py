@@ -37,7 +37,7 @@ def ttt_scan(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `reference.ttt_scan`, of the fields of `TttInputs`; `reference_backward`: which gradient to take.
 
-    `norm_output`: as `reference.output_norm` of that, which has no gradient here.
+    `norm_output`: as `reference.output_norm` of that, with the gradient of the reference.
     """
     states = initial_state, initial_state_bias
     x = TttInputs(q, k, v, w, b, eta, *states, cu_seqlens, scale, eps, chunk_size)
@@ -101,18 +101,18 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:  # noqa: A
     ctx.set_materialize_grads(False)
 
 
-def _reference(x: TttInputs, *differentiable: Any) -> reference.TttOutput:  # noqa: ANN401
+def _reference(x: TttInputs, normed: bool, *differentiable: Any) -> reference.TttOutput:  # noqa: ANN401
     """The results of the reference on other differentiable arguments."""
-    return reference.ttt_scan(TttInputs(*differentiable, *x[DIFFERENTIABLE:]))
+    x = TttInputs(*differentiable, *x[DIFFERENTIABLE:])
+    found = reference.ttt_scan(x)
+    return found._replace(out=reference.output_norm(found.out, x.w, x.b, x.eps)) if normed else found
 
 
 def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-    if ctx.normed:
-        raise NotImplementedError("ttt_scan has no gradient with norm_output")
     x = TttInputs(*ctx.saved_tensors, *ctx.numbers)
     wanted = list(ctx.needs_input_grad[:DIFFERENTIABLE])
-    if ctx.reference:
-        found = reference_gradients(partial(_reference, x), x.differentiable, grads, wanted)
+    if ctx.reference or ctx.normed:
+        found = reference_gradients(partial(_reference, x, ctx.normed), x.differentiable, grads, wanted)
     else:
         found = ttt_scan_backward(*x, *grads, wanted)
     rest = len(ctx.needs_input_grad) - len(wanted)

@@ -7,6 +7,7 @@ from torch import Tensor
 from longtake.kernels.fitting import Fitted
 from longtake.kernels.triton_tiles import round_to
 from longtake.kernels.ttt.tiles import (
+    centred_rows,
     inner_step,
     load_operand,
     load_rows,
@@ -76,7 +77,7 @@ def _read_kernel(
     read = round_to(read, out.dtype.element_ty)
     if NORM:
         read = read.to(tl.float32)
-        normal, _ = normalise(read, eps, D, key.dtype)
+        normal, _ = normalise(centred_rows(read, D), eps, D, key.dtype)  # twice: a row of equal numbers has no variance
         read = round_to(read + normal * weight[None, :] + offset[None, :], out.dtype.element_ty)
     store_rows(out + (batch * tokens * heads + head) * D, read, row, end, heads * D, D)
 

@@ -115,10 +115,16 @@ def tangent(x: tl.tensor, normal: tl.tensor, D: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def centred_rows(x: tl.tensor, D: tl.constexpr) -> tl.tensor:
+    """Without the mean of each row."""
+    inside = (tl.arange(0, x.shape[1]) < D)[None, :]
+    return tl.where(inside, x - row_mean(x, D), 0.0)
+
+
+@triton.jit
 def normalise(z: tl.tensor, eps: float, D: tl.constexpr, OPERAND: tl.constexpr) -> tl.tuple:
     """x̂ = (z − mean)/σ and 1/σ, [C,SIDE] and [C,1]."""
-    inside = (tl.arange(0, z.shape[1]) < D)[None, :]
-    centred = tl.where(inside, z - row_mean(z, D), 0.0)
+    centred = centred_rows(z, D)
     inverse = quotient(1.0, square_root(row_mean(centred * centred, D) + eps, OPERAND), OPERAND)
     return centred * inverse, inverse
 
